@@ -1,0 +1,66 @@
+# Everything a person or CI runs. `make demo` and `make test` set up what they need.
+# Another interpreter or folder:  make test PYTHON=python3.12 VENV=/tmp/venv
+# Another torch build (CUDA, say): make setup TORCH='torch==2.13.0' TORCH_INDEX=<index URL of that build>
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+RUNS ?= runs
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+STAMP := $(VENV)/.installed
+INPUTS := pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/install_bfcl.sh $(wildcard scripts/lock/*.txt)
+
+.PHONY: setup demo demo-sign demo-lookahead test test-slow test-all lint format type imports bench docs build ci clean
+
+setup: $(STAMP)
+
+$(STAMP): $(INPUTS)
+	PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' TORCH_INDEX='$(TORCH_INDEX)' sh scripts/install.sh
+	@touch $@
+
+demo: setup  ## the main job: baselines, warm-up, GRPO+OPD with the curriculum, evaluation, report
+	$(BIN)/python scripts/demo.py main --runs $(RUNS)
+
+demo-sign: setup  ## the OPD term with the wrong sign, beside the right one
+	$(BIN)/python scripts/demo.py sign --runs $(RUNS)
+
+demo-lookahead: setup  ## OPD with and without lookahead
+	$(BIN)/python scripts/demo.py lookahead --runs $(RUNS)
+
+test: setup
+	$(PYTEST) -m "not slow" -n 2 --dist loadfile
+
+test-slow: setup
+	$(PYTEST) -m slow
+
+test-all: test test-slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+bench: setup  ## one script per claim; ratios within one run
+	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: setup  ## refresh the measured tables in docs/
+	$(BIN)/python scripts/credit_study.py
+
+build: setup  ## wheel, installed into a fresh environment and run from another folder
+	PYTHON='$(PYTHON)' VENV='$(VENV)' sh scripts/check_wheel.sh
+
+ci: lint type imports test
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

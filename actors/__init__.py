@@ -1,0 +1,1 @@
+"""Composition: command line, local runtime; later Ray pools."""

@@ -1,0 +1,1 @@
+"""Run configuration: strict models and the loader."""

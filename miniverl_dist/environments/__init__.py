@@ -1,0 +1,1 @@
+"""Environment protocol and the registry that `actors` fills."""

@@ -1,0 +1,1 @@
+"""The `/generate` contract of SGLang: wire models, retrying client, server skeleton."""

@@ -1,0 +1,1 @@
+"""Pure tensor functions: log-probabilities, policy loss, reductions."""

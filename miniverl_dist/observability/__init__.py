@@ -1,0 +1,1 @@
+"""Run directory, event and metric names, progress: what a run leaves behind and shows."""

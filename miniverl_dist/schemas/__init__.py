@@ -1,0 +1,1 @@
+"""Data contracts between the parts of the system; torch-free."""

@@ -1,0 +1,1 @@
+"""Tokenizers, their fingerprints, and the bytes that each token stands for."""

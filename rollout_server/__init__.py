@@ -1,0 +1,1 @@
+"""Rollouts: engines, chat formats, tool-call parsers, BFCL, episodes, curriculum."""

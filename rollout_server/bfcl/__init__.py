@@ -1,0 +1,1 @@
+"""BFCL V3 multi-turn: tasks, environment, verdict, reward."""

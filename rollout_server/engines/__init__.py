@@ -1,0 +1,1 @@
+"""Inference engines that speak the `/generate` contract."""

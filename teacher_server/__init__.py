@@ -1,0 +1,1 @@
+"""Teacher: rendering of student text for the teacher, prefill scorer, HTTP app and client."""
