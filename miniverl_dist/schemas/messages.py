@@ -1,0 +1,78 @@
+"""Messages, tool calls and tool schemas, as they travel between engine, environment and teacher."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class FrozenModel(BaseModel):
+    """Base of every contract: unknown fields are errors, instances do not change."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class ParseStatus(StrEnum):
+    """How reading one tool call out of model text ended."""
+
+    OK = "ok"
+    MALFORMED = "malformed"
+    """The wire format is broken (bad JSON, bad XML, arguments that are not an object)."""
+    TRUNCATED = "truncated"
+    """The text ends inside the call (a token cap, a sampled turn end)."""
+    MISSING_NAME = "missing_name"
+
+
+class ToolCall(FrozenModel):
+    """One call: the function's name and its keyword arguments (JSON values)."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ParsedCall(FrozenModel):
+    """One attempted call found in model text; ``call`` is None unless ``status`` is OK."""
+
+    status: ParseStatus
+    call: ToolCall | None = None
+    raw: str
+    """The text the call was read from."""
+    error: str | None = None
+    """What is wrong with it, in words a model can act on."""
+
+
+class ParsedMessage(FrozenModel):
+    """An assistant message taken apart: free text and the calls in their order."""
+
+    text: str
+    calls: tuple[ParsedCall, ...] = ()
+
+
+class ToolSchema(FrozenModel):
+    """A tool as the model sees it; ``parameters`` is a JSON Schema object."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class Message(FrozenModel):
+    """One message of an episode.
+
+    For an assistant message ``content`` holds the wire text exactly as the model (or the oracle)
+    wrote it, calls included; ``tool_calls`` holds what was parsed from it.
+    """
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
