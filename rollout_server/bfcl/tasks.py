@@ -1,0 +1,291 @@
+"""The tasks of BFCL V3 ``multi_turn_base``, read from the data files of the installed package.
+
+Each of the 200 tasks has user turns, a start state per tool class, and the expert's calls per
+turn. The expert's calls are Python text in the data; here they become keyword calls by reading
+their syntax tree, so that no text is ever run.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from miniverl_dist.environments.base import TaskInfo
+from miniverl_dist.errors import ConfigError, RecordError, TaskNotFoundError
+from miniverl_dist.schemas.messages import FrozenModel, ToolCall, ToolSchema
+from rollout_server.bfcl import package
+from rollout_server.bfcl.schemas import to_tool_schema
+
+CATEGORY = "multi_turn_base"
+_ROWS = f"BFCL_v4_{CATEGORY}.json"
+
+SplitKind = Literal["tail", "stratified"]
+
+
+class BfclTask(FrozenModel):
+    """One task; ``turns`` and ``expert_turns`` have equal lengths."""
+
+    task_id: str
+    turns: tuple[str, ...]
+    """The user's text of each turn."""
+    initial_config: dict[str, Any]
+    """Start state by class name; copied for every episode, never changed."""
+    classes: tuple[str, ...]
+    excluded: tuple[str, ...] = ()
+    """Functions of these classes that the task withholds."""
+    expert_turns: tuple[tuple[ToolCall, ...], ...]
+    """The expert's calls of each turn; a turn may be empty (tasks 167 and 180)."""
+
+    @property
+    def expert_calls(self) -> tuple[ToolCall, ...]:
+        """All N expert calls in order."""
+        return tuple(call for turn in self.expert_turns for call in turn)
+
+    @property
+    def num_calls(self) -> int:
+        """N."""
+        return sum(len(turn) for turn in self.expert_turns)
+
+    def turn_of_call(self, index: int) -> int:
+        """Turn in which expert call ``index`` (from 0) is due; the last turn for index N."""
+        position = 0
+        for turn, calls in enumerate(self.expert_turns):
+            position += len(calls)
+            if index < position:
+                return turn
+        return len(self.expert_turns) - 1
+
+    @property
+    def info(self) -> TaskInfo:
+        """What curriculum and splits need."""
+        return TaskInfo(
+            task_id=self.task_id,
+            num_calls=self.num_calls,
+            num_turns=len(self.turns),
+            classes=tuple(sorted(self.classes)),
+        )
+
+
+@dataclass(frozen=True)
+class BfclData:
+    """Everything read from the package."""
+
+    tasks: Mapping[str, BfclTask]
+    """By id, in the data's order."""
+    schemas: Mapping[str, tuple[ToolSchema, ...]]
+    """Documented functions by class name."""
+    provenance: Mapping[str, str]
+
+    def task(self, task_id: str) -> BfclTask:
+        """The task with this id.
+
+        Raises:
+            TaskNotFoundError: no such task; the message names the closest ids.
+        """
+        found = self.tasks.get(task_id)
+        if found is None:
+            close = ", ".join(difflib.get_close_matches(task_id, self.tasks, n=3)) or "none"
+            raise TaskNotFoundError(
+                f"BFCL {CATEGORY} has no task {task_id!r} among its {len(self.tasks)}; "
+                f"close ids: {close}"
+            )
+        return found
+
+    def tools(self, task: BfclTask) -> tuple[ToolSchema, ...]:
+        """Functions the model may call in ``task``."""
+        return tuple(
+            schema
+            for class_name in task.classes
+            for schema in self.schemas[class_name]
+            if schema.name not in task.excluded
+        )
+
+
+@cache
+def load_data(data_dir: Path | None = None) -> BfclData:
+    """Read tasks, expert calls and function documents.
+
+    Args:
+        data_dir: the package's data folder; None finds the installed one.
+
+    Raises:
+        MissingDependencyError: bfcl-eval is not installed.
+        RecordError: a file that does not hold what it should.
+    """
+    folder = package.data_dir() if data_dir is None else data_dir
+    schemas = {
+        class_name: tuple(
+            to_tool_schema(document)
+            for document in _json_lines(folder / "multi_turn_func_doc" / file_name)
+        )
+        for class_name, file_name in package.DOC_FILES.items()
+    }
+    answers = {
+        row["id"]: row["ground_truth"] for row in _json_lines(folder / "possible_answer" / _ROWS)
+    }
+    tasks = {}
+    for row in _json_lines(folder / _ROWS):
+        task = _read_task(row, answers, schemas)
+        tasks[task.task_id] = task
+    provenance = {
+        "package": package.DISTRIBUTION,
+        "version": package.version(),
+        "category": CATEGORY,
+        "num_tasks": str(len(tasks)),
+        "data_sha256": _digest(folder),
+    }
+    return BfclData(tasks=tasks, schemas=schemas, provenance=provenance)
+
+
+def split(
+    tasks: Mapping[str, TaskInfo], kind: SplitKind, num_eval: int = 30, seed: int = 0
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Divide task ids into ``(train_ids, eval_ids)``, both in the data's order.
+
+    ``tail`` takes the last ``num_eval`` ids (the data is grouped: they are all travel tasks).
+    ``stratified`` takes each combination of classes in proportion to its size (largest
+    remainders), and within one by a hash of seed and id: the same on every machine.
+
+    Raises:
+        ConfigError: ``num_eval`` leaves nothing to train on, or nothing to evaluate.
+    """
+    if not 0 < num_eval < len(tasks):
+        raise ConfigError(
+            f"tasks.num_eval is {num_eval}, expected 1 to {len(tasks) - 1} of {len(tasks)} tasks"
+        )
+    tail = kind == "tail"
+    chosen = set(list(tasks)[-num_eval:]) if tail else _stratified(tasks, num_eval, seed)
+    train_ids = tuple(task_id for task_id in tasks if task_id not in chosen)
+    return train_ids, tuple(task_id for task_id in tasks if task_id in chosen)
+
+
+def _stratified(tasks: Mapping[str, TaskInfo], num_eval: int, seed: int) -> set[str]:
+    strata: dict[tuple[str, ...], list[str]] = {}
+    for task_id, info in tasks.items():
+        strata.setdefault(info.classes, []).append(task_id)
+    shares = {key: divmod(len(ids) * num_eval, len(tasks)) for key, ids in strata.items()}
+    counts = {key: whole for key, (whole, _) in shares.items()}
+    by_remainder = sorted(shares, key=lambda key: (-shares[key][1], key))
+    for key in by_remainder[: num_eval - sum(counts.values())]:
+        counts[key] += 1
+
+    def rank(task_id: str) -> str:
+        return hashlib.sha256(f"{seed}:{task_id}".encode()).hexdigest()
+
+    return {
+        task_id for key, ids in strata.items() for task_id in sorted(ids, key=rank)[: counts[key]]
+    }
+
+
+def parse_expert_call(text: str, classes: Sequence[str]) -> ToolCall:
+    """Read one expert call such as ``sort('a.txt')`` into a keyword call.
+
+    The syntax tree is read, nothing is evaluated; positional arguments take the names that the
+    method's signature gives them.
+
+    Raises:
+        RecordError: not one plain call, with literal arguments, of a method of ``classes``.
+    """
+    try:
+        return _read_call(text, classes)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise RecordError(
+            f"expert call {text!r}: {error}; expected name(argument=literal)"
+        ) from error
+
+
+def _read_call(text: str, classes: Sequence[str]) -> ToolCall:
+    node = ast.parse(text.strip(), mode="eval").body
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise TypeError("it is not a plain call")
+    arguments: dict[str, Any] = {}
+    if node.args:
+        names = _parameter_names(node.func.id, classes)[: len(node.args)]
+        arguments = dict(zip(names, map(ast.literal_eval, node.args), strict=True))
+    for keyword in node.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError(f"keyword {keyword.arg} unpacks a mapping or comes twice")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return ToolCall(name=node.func.id, arguments=arguments)
+
+
+def _parameter_names(name: str, classes: Sequence[str]) -> list[str]:
+    for class_name in classes:
+        method = getattr(package.tool_class(class_name), name, None)
+        if method is not None:
+            return list(inspect.signature(method).parameters)[1:]
+    raise ValueError(f"no class of {list(classes)} has this method")
+
+
+def _read_task(
+    row: Mapping[str, Any],
+    answers: Mapping[str, Any],
+    schemas: Mapping[str, tuple[ToolSchema, ...]],
+) -> BfclTask:
+    try:
+        classes = tuple(row["involved_classes"])
+        task = BfclTask(
+            task_id=row["id"],
+            turns=tuple(_user_text(turn) for turn in row["question"]),
+            initial_config=row["initial_config"],
+            classes=classes,
+            excluded=tuple(row.get("excluded_function", ())),
+            expert_turns=tuple(
+                tuple(parse_expert_call(text, classes) for text in turn)
+                for turn in answers[row["id"]]
+            ),
+        )
+        known = {schema.name for class_name in classes for schema in schemas[class_name]}
+    except KeyError as error:
+        raise RecordError(f"BFCL task {row.get('id')!r}: no entry {error} in its data") from error
+    if len(task.turns) != len(task.expert_turns):
+        raise RecordError(
+            f"BFCL task {task.task_id}: {len(task.turns)} user turns, "
+            f"{len(task.expert_turns)} turns of expert calls"
+        )
+    strange = {call.name for call in task.expert_calls} - known.difference(task.excluded)
+    if strange:
+        raise RecordError(
+            f"BFCL task {task.task_id}: expert calls of undocumented functions {sorted(strange)}"
+        )
+    return task
+
+
+def _user_text(turn: Sequence[Mapping[str, str]]) -> str:
+    if len(turn) != 1 or turn[0].get("role") != "user":
+        raise RecordError(f"BFCL turn {turn!r}: expected exactly one user message")
+    return turn[0]["content"]
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise RecordError(
+            f"BFCL data file {path.name} is missing; run scripts/install_bfcl.sh"
+        ) from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RecordError(f"{path.name}, line {number}: not JSON ({error})") from error
+
+
+def _digest(folder: Path) -> str:
+    """SHA-256 over names and SHA-256 of every file that is read."""
+    paths = [folder / _ROWS, folder / "possible_answer" / _ROWS]
+    paths += [folder / "multi_turn_func_doc" / name for name in package.DOC_FILES.values()]
+    lines = [
+        f"{path.relative_to(folder).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+        for path in paths
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
