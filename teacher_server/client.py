@@ -1,0 +1,280 @@
+"""Two ways to ask the teacher: a scorer in this process, or a server of the ``/generate`` contract.
+
+Both render a trajectory, ask once for all its sampled spans together, and turn whatever goes wrong
+with the answer into a typed refusal: a score is what the teacher said, or it does not exist.
+
+Shapes: R teacher tokens of one span, P tokens of the prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miniverl_dist.errors import (
+    DeadlineError,
+    GenerateApiError,
+    MalformedReplyError,
+    NotFiniteError,
+    ReplyMismatchError,
+    RequestRejectedError,
+    ServerUnavailableError,
+    TokenizerMismatchError,
+)
+from miniverl_dist.generate_api.client import GenerateClient
+from miniverl_dist.generate_api.wire import (
+    checked_logprobs,
+    decode_input_logprobs,
+    scoring_request,
+)
+from miniverl_dist.observability.clock import SystemClock
+from miniverl_dist.ports import Clock
+from miniverl_dist.schemas.teacher import (
+    RefusalReason,
+    SpanScore,
+    TeacherRefusal,
+    TeacherResult,
+    TeacherScore,
+)
+from miniverl_dist.schemas.trajectory import Trajectory
+from teacher_server.app import TextScorer
+from teacher_server.rendering import RenderedSpan, TeacherRendering
+
+Renderer = Callable[[Trajectory], TeacherRendering]
+
+_REASONS: tuple[tuple[type[Exception], RefusalReason], ...] = (
+    (RequestRejectedError, RefusalReason.REJECTED),
+    (NotFiniteError, RefusalReason.NOT_FINITE),
+    (ServerUnavailableError, RefusalReason.UNAVAILABLE),
+    (MalformedReplyError, RefusalReason.UNAVAILABLE),  # whatever answers is not the teacher
+    (DeadlineError, RefusalReason.UNAVAILABLE),
+)
+WAIT_PAUSE_S = 1.0
+"""Between two rounds of retries under ``on_failure: wait``."""
+
+
+@dataclass(frozen=True)
+class TeacherIdentity:
+    """Who scores; both go into every score."""
+
+    teacher_id: str
+    tokenizer_fingerprint: str
+
+
+class _Teacher(ABC):
+    """What both ways share; implements ``ports.TeacherScorer``."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        identity: TeacherIdentity,
+        *,
+        max_prefill_tokens: int,
+        deadline_s: float,
+        clock: Clock | None,
+    ) -> None:
+        self._renderer = renderer
+        self._identity = identity
+        self._max_prefill_tokens = max_prefill_tokens
+        self._deadline_s = deadline_s
+        self._clock: Clock = clock or SystemClock()
+
+    @property
+    def teacher_id(self) -> str:
+        """Name of the model that scores."""
+        return self._identity.teacher_id
+
+    async def score(self, trajectory: Trajectory) -> TeacherResult:
+        """Score all sampled spans with one prefill, or refuse.
+
+        Raises:
+            RecordError, TokenizerMismatchError: the renderer cannot make sense of the trajectory.
+        """
+        started = self._clock.now()
+        rendering = self._renderer(trajectory)
+        scored = [span for span in rendering.spans if span.end > span.start]
+        # What follows the last scored token changes no score.
+        input_ids = rendering.token_ids[: max((span.end for span in scored), default=0)]
+        if len(input_ids) > self._max_prefill_tokens:
+            detail = f"{len(input_ids)} teacher tokens, the limit is {self._max_prefill_tokens}"
+            return _refusal(trajectory, RefusalReason.TOO_LONG, detail)
+        first = min((span.start for span in scored), default=0)
+        try:
+            logprobs = await self._logprobs(input_ids, first) if scored else np.empty(0)
+        except (GenerateApiError, DeadlineError) as exc:
+            return _refusal(trajectory, _reason(exc), str(exc))
+        return TeacherScore(
+            trajectory_id=trajectory.trajectory_id,
+            teacher_id=self._identity.teacher_id,
+            tokenizer_fingerprint=self._identity.tokenizer_fingerprint,
+            policy_version=trajectory.oldest_version,
+            spans=tuple(_span_score(span, input_ids, logprobs, first) for span in rendering.spans),
+            num_prefill_tokens=len(input_ids),
+            seconds=self._clock.now() - started,
+        )
+
+    @abstractmethod
+    async def _logprobs(self, input_ids: Sequence[int], first: int) -> NDArray[np.float64]:
+        """[P - first] checked nats of ``input_ids[first:]``.
+
+        Raises:
+            GenerateApiError, DeadlineError: what becomes a refusal.
+        """
+
+
+class LocalTeacher(_Teacher):
+    """Asks a scorer in this process.
+
+    Args:
+        scorer: called in a thread of its own, one text at a time.
+        renderer: a trajectory in the teacher's tokens.
+        identity: who scores.
+        max_prefill_tokens: longer renderings are refused.
+        deadline_s: for one score, the wait for those before it included.
+        clock: for the seconds in scores.
+    """
+
+    def __init__(
+        self,
+        scorer: TextScorer,
+        renderer: Renderer,
+        identity: TeacherIdentity,
+        *,
+        max_prefill_tokens: int,
+        deadline_s: float,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(
+            renderer,
+            identity,
+            max_prefill_tokens=max_prefill_tokens,
+            deadline_s=deadline_s,
+            clock=clock,
+        )
+        self._scorer = scorer
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="teacher")
+
+    async def close(self) -> None:
+        """End the scorer's thread."""
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+
+    async def _logprobs(self, input_ids: Sequence[int], first: int) -> NDArray[np.float64]:
+        self._scorer.check(input_ids)
+        work = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._scorer.score, input_ids, first
+        )
+        try:
+            # Waits for the texts before it in the scorer's thread.
+            async with asyncio.timeout(self._deadline_s):
+                scores = await work
+        except TimeoutError as exc:
+            raise DeadlineError(f"the scorer took longer than {self._deadline_s:.3g} s") from exc
+        if len(scores) != len(input_ids) - first:
+            raise ReplyMismatchError(
+                f"the scorer gave {len(scores)} logprobs, expected {len(input_ids) - first}"
+            )
+        return checked_logprobs(scores, first_position=first)
+
+
+class HttpTeacher(_Teacher):
+    """Asks a server of the ``/generate`` contract: ``teacher_server.app``, or SGLang.
+
+    Args:
+        client: holds deadlines per request, retries and the cap on tokens in flight.
+        renderer: a trajectory in the teacher's tokens.
+        identity: who scores.
+        max_prefill_tokens: longer renderings are refused without asking.
+        deadline_s: for one score, retries and the wait for a slot included.
+        wait: ``on_failure: wait``: a teacher that is unavailable is asked again until the deadline,
+            whatever the client's number of retries. Other refusals would repeat, and stand.
+        clock: for deadlines, pauses and the seconds in scores.
+    """
+
+    def __init__(
+        self,
+        client: GenerateClient,
+        renderer: Renderer,
+        identity: TeacherIdentity,
+        *,
+        max_prefill_tokens: int,
+        deadline_s: float,
+        wait: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(
+            renderer,
+            identity,
+            max_prefill_tokens=max_prefill_tokens,
+            deadline_s=deadline_s,
+            clock=clock,
+        )
+        self._client = client
+        self._wait = wait
+
+    async def close(self) -> None:
+        """Close the client's connections."""
+        await self._client.close()
+
+    async def require_same_tokenizer(self) -> None:
+        """Ask the server whose ids it reads; SGLang does not say, and passes.
+
+        Raises:
+            TokenizerMismatchError: it reads those of another tokenizer.
+            GenerateApiError: it does not answer.
+        """
+        info = await self._client.model_info()
+        expected = self._identity.tokenizer_fingerprint
+        if info.tokenizer_fingerprint not in (None, expected):
+            raise TokenizerMismatchError(
+                f"the teacher at {self._client.base_url} reads ids of tokenizer "
+                f"{str(info.tokenizer_fingerprint)[:12]}, texts are rendered for {expected[:12]}"
+            )
+
+    async def _logprobs(self, input_ids: Sequence[int], first: int) -> NDArray[np.float64]:
+        deadline = self._clock.now() + self._deadline_s
+        while True:
+            try:
+                return await self._ask(input_ids, first, deadline - self._clock.now())
+            except (ServerUnavailableError, MalformedReplyError):
+                if not self._wait or self._clock.now() + WAIT_PAUSE_S >= deadline:
+                    raise
+            await self._clock.sleep(WAIT_PAUSE_S)
+
+    async def _ask(
+        self, input_ids: Sequence[int], first: int, time_left_s: float
+    ) -> NDArray[np.float64]:
+        request = scoring_request(input_ids, first)
+        reply = await self._client.generate(request, deadline_s=time_left_s)
+        finish = reply.meta_info.finish_reason
+        if finish is not None and finish.type == "abort":
+            why = finish.message or "no reason given"
+            raise ServerUnavailableError(f"{self._client.base_url} aborted the request: {why}")
+        return decode_input_logprobs(reply, input_ids=input_ids, start=first)
+
+
+def _span_score(
+    span: RenderedSpan, input_ids: Sequence[int], logprobs: NDArray[np.float64], first: int
+) -> SpanScore:
+    found = logprobs[span.start - first : span.end - first] if span.end > span.start else ()
+    return SpanScore(
+        span_index=span.span_index,
+        token_ids=tuple(input_ids[span.start : span.end]),
+        byte_ends=span.byte_ends,
+        logprobs=tuple(float(value) for value in found),
+    )
+
+
+def _reason(error: Exception) -> RefusalReason:
+    """Everything else that breaks the contract is a reply that does not match its request."""
+    found = (reason for kind, reason in _REASONS if isinstance(error, kind))
+    return next(found, RefusalReason.MISMATCH)
+
+
+def _refusal(trajectory: Trajectory, reason: RefusalReason, detail: str) -> TeacherRefusal:
+    return TeacherRefusal(trajectory_id=trajectory.trajectory_id, reason=reason, detail=detail)
