@@ -21,13 +21,13 @@ $(STAMP): $(INPUTS)
 	@touch $@
 
 demo: setup  ## the main job: baselines, warm-up, GRPO+OPD with the curriculum, evaluation, report
-	$(BIN)/python scripts/demo.py main --runs $(RUNS)
+	$(BIN)/python -m scripts.demo main --runs $(RUNS)
 
 demo-sign: setup  ## the OPD term with the wrong sign, beside the right one
-	$(BIN)/python scripts/demo.py sign --runs $(RUNS)
+	$(BIN)/python -m scripts.demo sign --runs $(RUNS)
 
 demo-lookahead: setup  ## OPD with and without lookahead
-	$(BIN)/python scripts/demo.py lookahead --runs $(RUNS)
+	$(BIN)/python -m scripts.demo lookahead --runs $(RUNS)
 
 test: setup
 	$(PYTEST) -m "not slow" -n 2 --dist loadfile
@@ -52,10 +52,11 @@ imports: setup
 	$(BIN)/lint-imports
 
 bench: setup  ## one script per claim; ratios within one run
-	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in benchmarks/bench_*.py; do name=$$(basename $$script .py); \
+	  echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 docs: setup  ## refresh the measured tables in docs/
-	$(BIN)/python scripts/credit_study.py
+	$(BIN)/python -m scripts.credit_study --write
 
 build: setup  ## wheel, installed into a fresh environment and run from another folder
 	PYTHON='$(PYTHON)' VENV='$(VENV)' sh scripts/check_wheel.sh
