@@ -1,0 +1,194 @@
+"""From a recipe file to a checked ``RunConfig``, and back from a run directory.
+
+A recipe may build on others (``extends: base.yaml`` or a list, relative to the file that says so).
+Later files win: mappings merge, everything else is replaced. A mapping that names another
+``kind`` replaces the former one, whose other keys would be foreign to it. Overrides
+(``optim.lr=3e-6``) come last and follow the same rules.
+
+Paths inside a recipe (``student.model.path``, ``teacher.headers_file``) stay as written and are
+resolved against the working directory of the process that uses them, not against the recipe: a
+run directory then holds no absolute path that its author did not write, and can be moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from miniverl_dist.config.models import RunConfig
+from miniverl_dist.config.problems import explain
+from miniverl_dist.config.yaml_text import FieldPath, dump_yaml, parse_yaml
+from miniverl_dist.errors import ConfigError
+from miniverl_dist.observability.run_dir import (
+    CONFIG_RESOLVED,
+    CONFIG_SUBMITTED,
+    CONFIG_VALIDATED,
+    MANIFEST,
+    RunDirectory,
+)
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A checked recipe in all the forms that a run keeps."""
+
+    config: RunConfig
+    digest: str
+    """SHA-256 (hex) of the resolved form; equal means the same run."""
+    data: Mapping[str, Any]
+    """The validated form: what was written, bases and overrides merged, no defaults."""
+    submitted: bytes
+    """The recipe file, byte for byte."""
+    source: Path
+    """Where it was read; never saved."""
+
+    def validated_yaml(self) -> str:
+        """What was written, bases and overrides merged."""
+        return dump_yaml(dict(self.data))
+
+    def resolved_yaml(self) -> str:
+        """Every field, defaults included."""
+        return dump_yaml(self.config.model_dump(mode="json"))
+
+    def save(self, run: RunDirectory) -> None:
+        """Write the three forms into a run directory."""
+        run.write_bytes(CONFIG_SUBMITTED, self.submitted)
+        run.write_text(CONFIG_VALIDATED, self.validated_yaml())
+        run.write_text(CONFIG_RESOLVED, self.resolved_yaml())
+
+
+def config_digest(config: RunConfig) -> str:
+    """SHA-256 (hex) over the canonical JSON of every field, defaults included."""
+    text = json.dumps(
+        config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read a recipe with its bases, apply ``key.path=value`` overrides, check it as a whole.
+
+    Raises:
+        ConfigError: one message with every problem as ``file:line: field: found X, expected Y``.
+    """
+    submitted = _read(path)
+    layers = _Layers()
+    layers.add_file(path, submitted, chain=())
+    for override in overrides:
+        layers.add_override(override)
+    return _validated(layers, path, submitted)
+
+
+def load_run_config(run_dir: Path) -> LoadedConfig:
+    """The config that a run directory was started with, checked against its manifest.
+
+    Raises:
+        ConfigError: not a run directory, or not the config that the manifest's digest names.
+        RecordError: the manifest or a saved form is missing or unreadable.
+    """
+    run = RunDirectory.open(run_dir)
+    path = run_dir / CONFIG_RESOLVED
+    layers = _Layers()
+    layers.add_file(path, run.read_bytes(CONFIG_RESOLVED), chain=())
+    resolved = _validated(layers, path, run.read_bytes(CONFIG_SUBMITTED))
+    recorded = run.read_json(MANIFEST).get("config_digest")
+    if resolved.digest != recorded:
+        raise ConfigError(
+            f"{path}: found digest {resolved.digest[:12]}, expected {str(recorded)[:12]} as in "
+            f"{MANIFEST}: the file was edited, or the run was made by another version"
+        )
+    written = parse_yaml(run.read_bytes(CONFIG_VALIDATED), str(run_dir / CONFIG_VALIDATED))
+    return LoadedConfig(resolved.config, resolved.digest, written.data, resolved.submitted, run_dir)
+
+
+class _Layers:
+    """Files and overrides merged so far, and where each field was written last."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {}
+        self._origins: dict[FieldPath, str] = {}
+
+    def add_file(self, path: Path, raw: bytes, chain: tuple[Path, ...]) -> None:
+        if path.resolve() in [link.resolve() for link in chain]:
+            circle = " -> ".join(str(link) for link in (*chain, path))
+            raise ConfigError(f"{path}: `extends` runs in a circle: {circle}")
+        text = parse_yaml(raw, str(path))
+        if not isinstance(text.data, dict):
+            raise ConfigError(f"{path}: found no mapping, expected a recipe (`name: ...`)")
+        data = dict(text.data)
+        line = text.lines.get(("extends",), 1)
+        for base in _bases(data.pop("extends", []), f"{path}:{line}"):
+            base_path = Path(os.path.normpath(path.parent / base))
+            self.add_file(base_path, _read(base_path, f"{path}:{line}"), (*chain, path))
+        self._add(data, {key: f"{path}:{value}" for key, value in text.lines.items()})
+
+    def add_override(self, override: str) -> None:
+        name, separator, value = override.partition("=")
+        keys = tuple(name.split("."))
+        if not separator or not all(keys):
+            raise ConfigError(f"override {override!r}: expected KEY=VALUE, as in optim.lr=3e-6")
+        label = f"override {override}"
+        data = parse_yaml(value, label).data
+        for key in reversed(keys):
+            data = {key: data}
+        self._add(data, {keys[: depth + 1]: label for depth in range(len(keys))})
+
+    def origin(self, path: FieldPath) -> str | None:
+        """Where ``path``, or else the nearest mapping around it, was written."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self._origins:
+                return self._origins[path[:length]]
+        return None
+
+    def _add(self, data: Mapping[str, Any], origins: Mapping[FieldPath, str]) -> None:
+        self.data = merge(self.data, data)
+        self._origins.update(origins)
+
+
+def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """``overlay`` over ``base``: mappings merge unless their ``kind`` differs, others replace."""
+    kinds = base.get("kind"), overlay.get("kind")
+    if None not in kinds and kinds[0] != kinds[1]:
+        return dict(overlay)
+    merged = dict(base)
+    for key, value in overlay.items():
+        former = merged.get(key)
+        both = isinstance(former, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(former, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _bases(value: object, where: str) -> list[str]:
+    bases = [value] if isinstance(value, str) else value
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{where}: extends: found {value!r}, expected a path or a list of paths")
+    return bases
+
+
+def _read(path: Path, named_by: str | None = None) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        place = f"{named_by}: extends: " if named_by else ""
+        raise ConfigError(
+            f"{place}cannot read recipe {path}: {os.strerror(error.errno or 0)}"
+        ) from None
+
+
+def _validated(layers: _Layers, path: Path, submitted: bytes) -> LoadedConfig:
+    try:
+        config = RunConfig.model_validate_json(json.dumps(layers.data), strict=True)
+    except ValidationError as error:
+        lines = [
+            f"{layers.origin(problem.path) or path}: {problem}"
+            for problem in explain(error, RunConfig)
+        ]
+        raise ConfigError("\n".join(lines)) from None
+    return LoadedConfig(config, config_digest(config), layers.data, submitted, path)

@@ -1,0 +1,125 @@
+"""RunConfig: one recipe, checked as a whole before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from miniverl_dist.config.base import ConfigModel, PositiveInt
+from miniverl_dist.config.recipe import (
+    BfclConfig,
+    CheckpointConfig,
+    CurriculumConfig,
+    DeadlineConfig,
+    EvaluationConfig,
+    GrpoConfig,
+    LoopConfig,
+    LossConfig,
+    OpdConfig,
+    OptimConfig,
+    RolloutConfig,
+    TaskIds,
+    TaskSplit,
+)
+from miniverl_dist.config.roles import StudentConfig, TeacherConfig
+
+Objective = Literal["grpo", "opd", "grpo_opd"]
+
+
+class RunConfig(ConfigModel):
+    """One training run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the run directory below ``runs/``."""
+    seed: int = 0
+    runtime: Literal["inprocess"] = "inprocess"
+    torch_threads: PositiveInt = 1
+    objective: Objective = "grpo_opd"
+    environment: BfclConfig = BfclConfig()
+    tasks: Annotated[TaskIds | TaskSplit, Field(discriminator="kind")]
+    student: StudentConfig
+    teacher: TeacherConfig | None = None
+    curriculum: CurriculumConfig = CurriculumConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    opd: OpdConfig | None = None
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    loop: LoopConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    deadlines: DeadlineConfig = DeadlineConfig()
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether training asks the teacher for scores."""
+        return self.objective in ("opd", "grpo_opd")
+
+    @property
+    def uses_group_advantage(self) -> bool:
+        """Whether rewards enter the advantage."""
+        return self.objective in ("grpo", "grpo_opd")
+
+    @property
+    def policy_label(self) -> str:
+        """What may be said of how close to on-policy the run is."""
+        if self.loop.max_policy_lag:
+            return f"off-policy (lag <= {self.loop.max_policy_lag})"
+        return "minibatched" if self.loop.num_minibatches > 1 else "strictly on-policy"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for problem in (
+            self._objective_problem(),
+            self._sampling_problem(),
+            self._size_problem(),
+        ):
+            if problem:
+                raise ValueError(problem)
+        return self
+
+    def _objective_problem(self) -> str | None:
+        if self.uses_teacher and self.teacher is None:
+            return f"objective {self.objective} needs a `teacher` section"
+        if self.uses_teacher and self.opd is None:
+            return f"objective {self.objective} needs an `opd` section"
+        if not self.uses_teacher and self.opd is not None:
+            return "objective grpo has no OPD term: remove the `opd` section"
+        if self.opd is not None and self.opd.coef == 0:
+            return "opd.coef is 0: use `objective: grpo` instead of a teacher without a say"
+        if "teacher" in self.evaluation.baselines and self.teacher is None:
+            return "evaluation.baselines names the teacher, but there is no `teacher` section"
+        if self.uses_group_advantage and self.loop.group_size < 2:
+            return f"objective {self.objective} compares siblings: group_size must be at least 2"
+        if not self.uses_group_advantage and self.grpo.zero_variance == "drop":
+            return "grpo.zero_variance: drop has no meaning without a group advantage"
+        return None
+
+    def _sampling_problem(self) -> str | None:
+        rollout = self.rollout
+        if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+            return (
+                "rollout: training refuses top_p < 1, top_k and min_p: the engine's logprobs "
+                "would be those of another distribution than the one sampled from"
+            )
+        if (
+            self.opd is not None
+            and rollout.temperature != 1
+            and not (self.opd.allow_untempered_teacher)
+        ):
+            return (
+                f"rollout.temperature is {rollout.temperature}, but prefill scores ignore "
+                "temperature: use 1.0, or set opd.allow_untempered_teacher"
+            )
+        return None
+
+    def _size_problem(self) -> str | None:
+        sequences = self.loop.num_groups * self.loop.group_size
+        if self.loop.num_minibatches > sequences:
+            return f"loop.num_minibatches {self.loop.num_minibatches} > {sequences} trajectories"
+        if self.curriculum.max_tail_calls is not None and (
+            self.curriculum.initial_tail_calls > self.curriculum.max_tail_calls
+        ):
+            return "curriculum.initial_tail_calls exceeds curriculum.max_tail_calls"
+        return None

@@ -1,0 +1,244 @@
+"""How to roll out, credit, optimise and evaluate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from miniverl_dist.config.base import (
+    ConfigModel,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+
+class TaskIds(ConfigModel):
+    """Explicit task ids."""
+
+    kind: Literal["ids"]
+    train: tuple[str, ...] = Field(min_length=1)
+    eval: tuple[str, ...] = Field(min_length=1)
+    """May repeat the training tasks; the report then says that it measures memorisation."""
+
+
+class TaskSplit(ConfigModel):
+    """A declared split of all tasks."""
+
+    kind: Literal["split"]
+    split: Literal["tail", "stratified"] = "tail"
+    """``tail``: the last tasks in the data's order (one class only); ``stratified``: by classes."""
+    num_eval: PositiveInt = 30
+    seed: int = 0
+    """Of the stratified draw; fixed apart from the run's seed so that arms share it."""
+
+
+class RewardWeights(ConfigModel):
+    """Fractions of the reward's terms; the defaults are the tutorial's."""
+
+    mean_partial: Fraction = 0.25
+    first_call: Fraction = 0.20
+    exec_score: Fraction = 0.10
+    terminal_pass: Fraction = 0.45
+
+    call_name: Fraction = 0.20
+    call_known: Fraction = 0.15
+    call_schema_valid: Fraction = 0.15
+    call_structure: Fraction = 0.50
+
+    structure_name: Fraction = 0.4
+    structure_keys: Fraction = 0.3
+    structure_keys_overlap: Fraction = 0.15
+    """Instead of ``structure_keys`` where only some argument names are shared."""
+    structure_values: Fraction = 0.3
+
+
+class BfclConfig(ConfigModel):
+    """BFCL V3 multi-turn."""
+
+    kind: Literal["bfcl"] = "bfcl"
+    prompt: Literal["full", "names", "compact"] = "full"
+    """Tools in the prompt: schemas, names only, none. The last two show the model only the user
+    turn that it takes over, for models with a tiny context."""
+    max_observation_chars: PositiveInt = 2000
+    call_deadline_s: PositiveFloat = 5.0
+    """CPU seconds; a call that took longer makes the episode a fault of the harness. Expensive
+    calls are refused beforehand, so this catches only what those limits do not foresee."""
+    reward: RewardWeights = RewardWeights()
+
+
+class CurriculumConfig(ConfigModel):
+    """Reverse-K: the model takes over T calls before the end."""
+
+    schedule: Literal["fixed", "on_success"] = "on_success"
+    """``fixed``: T grows by one after each batch; ``on_success``: a task's T grows when its group
+    passes often enough."""
+    initial_tail_calls: PositiveInt = 1
+    max_tail_calls: PositiveInt | None = None
+    """Largest T; None lets it grow to N."""
+    pass_threshold: Fraction = 0.6
+    """Pass rate of a group at which ``on_success`` lets T grow."""
+
+
+class RolloutConfig(ConfigModel):
+    """Sampling and the limits of an episode."""
+
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    min_p: Fraction = 0.0
+    max_new_tokens: PositiveInt = 512
+    """Per assistant turn."""
+    max_context_tokens: PositiveInt = 16_384 - 512
+    """Of an episode; a model with a shorter context has its own as the limit."""
+    max_turns: PositiveInt = 16
+    """An episode may take min(max_turns, max(2 T, 4)) assistant turns."""
+    parse_error_limit: PositiveInt = 3
+    """Messages in a row whose calls cannot be parsed."""
+    tool_error_limit: PositiveInt = 3
+    """Failing calls in a row."""
+    repeated_call_limit: PositiveInt = 4
+    """Times that the very same call may be made in a row."""
+    episode_deadline_s: PositiveFloat | None = 600.0
+    """Wall-clock limit of one episode; None where runs are compared bit for bit."""
+    num_workers: PositiveInt = 8
+    """Groups that are rolled out at once."""
+
+
+class GrpoConfig(ConfigModel):
+    """Group advantage."""
+
+    normalize_std: bool = False
+    std_floor: PositiveFloat = 1e-3
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """``drop`` refills a group whose rewards are all equal, up to ``max_refills`` times."""
+    max_refills: NonNegativeInt = 4
+
+
+class OpdConfig(ConfigModel):
+    """On-policy distillation term of the advantage."""
+
+    coef: NonNegativeFloat = 0.3
+    rule: Literal["unit", "mean", "proportional", "equal_teacher"] = "unit"
+    lookahead: NonNegativeInt | Literal["return_to_go"] = 1
+    """Following units whose log-ratios a unit's weight includes. 0 rewards wrong short tokens
+    whose bytes are a prefix of the right text; see docs/math.md."""
+    discount: Fraction = 1.0
+    """Of ``return_to_go``."""
+    clip: PositiveFloat | None = 3.0
+    """Nats; bounds the summed log-ratio symmetrically."""
+    stop_after: PositiveFloat | None = 3.0
+    """Nats; no OPD in a span behind the first unit with a larger log-ratio."""
+    baseline: Literal["none", "leave_one_out"] = "none"
+    sign: Literal[1, -1] = 1
+    """-1 turns the term around, to show what that does (`make demo-sign`); never train with it."""
+    allow_untempered_teacher: bool = False
+    """Accept a temperature other than 1 although prefill scores ignore it."""
+
+
+CLIP_RANGES = {"ppo": (0.2, 0.28), "gspo_token": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+"""Default (clip_low, clip_high) of each loss: a sequence's mean ratio moves far less than a
+token's, and CISPO bounds the weight, not the gradient."""
+
+
+class LossConfig(ConfigModel):
+    """Policy loss."""
+
+    kind: Literal["ppo", "gspo_token", "cispo"] = "ppo"
+    clip_low: PositiveFloat = CLIP_RANGES["ppo"][0]
+    """The ratio's lower bound is 1 - clip_low; the default depends on ``kind``."""
+    clip_high: PositiveFloat = CLIP_RANGES["ppo"][1]
+    """The ratio's upper bound is 1 + clip_high; the default depends on ``kind``."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Bound on the loss of tokens with a negative advantage (ppo only)."""
+    mismatch_cap: PositiveFloat | None = 2.0
+    """Truncated importance sampling: min(proximal / rollout, cap), detached; None leaves it out."""
+    reduction: Literal["token_mean", "trajectory_mean"] = "token_mean"
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL to the frozen reference policy."""
+    kl_estimator: Literal["k3", "k1_in_reward"] = "k3"
+    """``k3`` as a loss, importance-weighted; ``k1_in_reward`` subtracts the log-ratio from the
+    advantage. k1 as a loss has zero expected gradient and is not offered."""
+    chunk_size: PositiveInt = 256
+    """Rows of the vocabulary projection held at once; changes neither loss nor gradient."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_clip_range(cls, data: Any) -> Any:  # noqa: ANN401 - not validated yet
+        if not isinstance(data, dict) or data.get("kind") not in CLIP_RANGES:
+            return data
+        low, high = CLIP_RANGES[data["kind"]]
+        return {"clip_low": low, "clip_high": high} | data
+
+
+class OptimConfig(ConfigModel):
+    """AdamW."""
+
+    lr: PositiveFloat = 5e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip: PositiveFloat = 1.0
+    warmup_steps: NonNegativeInt = 0
+    """Batches over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear"] = "constant"
+    """``linear`` falls to 0 at the last batch."""
+
+
+class LoopConfig(ConfigModel):
+    """Sizes of a step, and how far rollouts may run ahead."""
+
+    num_steps: PositiveInt
+    num_groups: PositiveInt = 8
+    group_size: PositiveInt = 8
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps per batch; above 1 the run is labelled ``minibatched``."""
+    max_policy_lag: NonNegativeInt = 0
+    """Publishes between a trajectory's oldest span and its use; 0 is strict."""
+    max_empty_batches: PositiveInt = 10
+
+
+class EvaluationConfig(ConfigModel):
+    """Evaluation of the student inside a run, and of the others before it."""
+
+    every_n_steps: PositiveInt | None = None
+    before: bool = True
+    after: bool = True
+    tail_calls: PositiveInt = 1
+    episodes_per_task: PositiveInt = 4
+    temperature: NonNegativeFloat = 1.0
+    """0 decodes greedily."""
+    baselines: tuple[Literal["teacher", "null", "oracle"], ...] = ("null",)
+    """Other policies measured once before training."""
+    max_concurrency: PositiveInt = 16
+
+
+class CheckpointConfig(ConfigModel):
+    """Commits."""
+
+    every_n_steps: PositiveInt = 5
+    keep: PositiveInt = 2
+    """Newest checkpoints kept; older ones are removed after the next commit."""
+
+
+class DeadlineConfig(ConfigModel):
+    """Seconds that each wait of the loop may take."""
+
+    take_s: PositiveFloat = 1800.0
+    update_s: PositiveFloat = 1800.0
+    publish_s: PositiveFloat = 600.0
+    generate_s: PositiveFloat = 600.0
+    evaluate_s: PositiveFloat = 3600.0
+    shutdown_s: PositiveFloat = 30.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.generate_s > self.take_s:
+            raise ValueError(
+                f"deadlines.generate_s ({self.generate_s}) exceeds take_s ({self.take_s}): the "
+                "trainer would give up before a single generation may"
+            )
+        return self

@@ -1,0 +1,136 @@
+"""Who acts and who teaches: student, teacher, their models and tokenizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from miniverl_dist.config.base import (
+    ConfigModel,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+
+class ToyModelConfig(ConfigModel):
+    """A small decoder (RMSNorm, RoPE, SwiGLU, tied embeddings) over a declared sub-vocabulary.
+
+    Its softmax covers the real ids that occur in the task set, all byte tokens and the control
+    tokens; manifest and report say so.
+    """
+
+    kind: Literal["toy"]
+    num_layers: PositiveInt = 2
+    hidden_size: PositiveInt = 96
+    num_heads: PositiveInt = 4
+    ffn_size: PositiveInt = 256
+    max_context_tokens: PositiveInt = 512
+    """Positions of the KV cache; longer episodes end as ``max_tokens``."""
+    batch_slots: PositiveInt = 64
+    """Episodes decoded at once; part of the fixed shape that makes decoding batch-invariant."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of 2 * num_heads "
+                f"({2 * self.num_heads}): rotary embeddings turn pairs within a head"
+            )
+        return self
+
+
+class HFModelConfig(ConfigModel):
+    """A causal LM in a local folder that transformers can load."""
+
+    kind: Literal["hf"]
+    path: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+ModelConfig = Annotated[ToyModelConfig | HFModelConfig, Field(discriminator="kind")]
+
+
+class SftConfig(ConfigModel):
+    """Supervised steps on oracle traces, some of them spoilt on purpose."""
+
+    num_steps: NonNegativeInt
+    traces_per_task: PositiveInt = 16
+    """Scripted episodes of each task at each horizon."""
+    max_tail_calls: PositiveInt = 1
+    """Horizons T of the traces: 1 up to this."""
+    batch_size: PositiveInt = 16
+    learning_rate: PositiveFloat = 5e-3
+    noisy_fraction: Fraction = 0.6
+    """Share of traces with a spoilt tail (wrong argument, wrong function, dropped argument, no
+    call). They leave the variance within a group that GRPO needs."""
+    mask_divergence: bool = False
+    """Leave the first spoilt token of a noisy trace out of the loss (the fitted teacher: it sees
+    errors, and how texts go on after them, but does not learn to begin them)."""
+    input_dropout: Fraction = 0.0
+    """Share of model-written input tokens replaced by random ones (the fitted teacher)."""
+
+
+class StudentConfig(ConfigModel):
+    """The policy that is trained."""
+
+    tokenizer: str = "qwen3.6"
+    """``qwen3.6`` or a folder with a Hugging Face tokenizer."""
+    model: ToyModelConfig = ToyModelConfig(kind="toy")
+    warmup: SftConfig | None = None
+    """Supervised warm-up before the first rollout; recorded apart from RL."""
+
+
+class TeacherConfig(ConfigModel):
+    """The model of another family that scores what the student wrote."""
+
+    tokenizer: str = "deepseek-v4"
+    """``deepseek-v4`` or a folder with a Hugging Face tokenizer."""
+    rendering: Literal["native", "raw"] = "native"
+    """``native``: the teacher's own role markers, the student's wire bytes verbatim; ``raw``: the
+    student's text without markers."""
+    url: str | None = None
+    """Score over HTTP there (SGLang's ``/generate``) instead of in this process."""
+    headers_file: Path | None = None
+    """File with one ``Name: value`` header a line (secrets stay out of the config)."""
+    model: ModelConfig | None = None
+    """The model to load in this process; required unless ``url`` is set."""
+    fit: SftConfig | None = None
+    """Toy teacher only: fit it on oracle traces before the run starts."""
+    on_failure: Literal["drop", "wait", "fail"] = "drop"
+    """A trajectory without a score keeps its GRPO advantage (``drop``), is asked for again until
+    the deadline (``wait``), or ends the step (``fail``)."""
+    max_drop_fraction: Fraction = 0.5
+    """Above this share of unscored trajectories in a step the run fails loudly."""
+    deadline_s: PositiveFloat = 120.0
+    """For one score, retries and the wait for a slot included."""
+    request_deadline_s: PositiveFloat = 60.0
+    """For one HTTP request."""
+    max_retries: NonNegativeInt = 4
+    retry_backoff_s: NonNegativeFloat = 0.5
+    """First pause before a retry; doubles, with jitter."""
+    max_inflight_tokens: PositiveInt = 200_000
+    max_prefill_tokens: PositiveInt = 32_768
+    """Longer renderings are refused as ``too_long`` without asking."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.url is None) == (self.model is None):
+            raise ValueError(
+                "teacher: give either `url` (score over HTTP) or `model` (score in this process), "
+                f"found {'both' if self.url else 'neither'}"
+            )
+        if self.fit is not None and (self.model is None or self.model.kind != "toy"):
+            raise ValueError("teacher.fit: only a toy teacher in this process can be fitted")
+        if self.rendering == "native" and self.tokenizer != "deepseek-v4":
+            raise ValueError(
+                f"teacher.rendering: native needs the teacher's chat format, and there is none for "
+                f"tokenizer {self.tokenizer!r}; use `rendering: raw` or tokenizer `deepseek-v4`"
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"teacher.url: expected http:// or https://, found {self.url!r}")
+        return self

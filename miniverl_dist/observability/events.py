@@ -1,0 +1,88 @@
+"""Event names, declared once, and the log that writes them to events.jsonl."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from miniverl_dist.errors import RecordError
+from miniverl_dist.observability.run_dir import RecordFile, RunDirectory
+
+
+class Event(StrEnum):
+    """Everything that a run may report; a name that is not here cannot be written."""
+
+    RUN_STARTED = "run_started"
+    RESUMED = "resumed"
+    """A run continues from its last commit."""
+    REPLAYED_STEP = "replayed_step"
+    """A step behind the last commit was done again from the journal, without sampling."""
+    STOP_REQUESTED = "stop_requested"
+    STOPPED = "stopped"
+    """The run ended early and in order (SIGTERM, job stop), its checkpoint written."""
+    RUN_FINISHED = "run_finished"
+    RUN_FAILED = "run_failed"
+    ALARM = "alarm"
+    """A number that no healthy run shows, for instance no tool call in a whole step."""
+
+    TEACHER_FITTED = "teacher_fitted"
+    WARMUP_STEP = "warmup_step"
+    WARMUP_FINISHED = "warmup_finished"
+    BASELINE_EVALUATED = "baseline_evaluated"
+    BASELINE_FAILED = "baseline_failed"
+    """A baseline could not be measured; training goes on."""
+    EVALUATION_FINISHED = "evaluation_finished"
+    EVALUATION_FAILED = "evaluation_failed"
+
+    GROUP_STARTED = "group_started"
+    GROUP_FINISHED = "group_finished"
+    GROUP_DROPPED = "group_dropped"
+    """A group left the FIFO (too old, no variance, nothing trainable); its place is refilled."""
+    EPISODE_RESTARTED = "episode_restarted"
+    """An episode began anew because its engine failed."""
+    HARNESS_FAULT = "harness_fault"
+    """An episode ended by deadline, environment or engine; it is not trained on."""
+    TEACHER_REFUSED = "teacher_refused"
+    """A trajectory without a teacher score, with the typed reason."""
+    BREAKER_OPENED = "breaker_opened"
+    """The teacher client stops asking for a while."""
+    BREAKER_CLOSED = "breaker_closed"
+
+    STEP_FINISHED = "step_finished"
+    BATCH_EMPTY = "batch_empty"
+    """A step's groups held nothing to train on."""
+    UPDATE_FAILED = "update_failed"
+    WEIGHTS_PUBLISHED = "weights_published"
+    ENGINE_QUARANTINED = "engine_quarantined"
+    """An engine did not confirm a version and left the rotation."""
+    ENGINE_RETURNED = "engine_returned"
+    """A quarantined or restarted engine confirmed the current version."""
+    CHECKPOINT_COMMITTED = "checkpoint_committed"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    CHECKPOINT_REMOVED = "checkpoint_removed"
+
+
+class EventLog:
+    """Writes ``{"time_s", "event", ...}`` lines; ``time_s`` is seconds since the epoch."""
+
+    def __init__(self, run: RunDirectory, *, now: Callable[[], float] = time.time) -> None:
+        self._run = run
+        self._now = now
+
+    def emit(self, event: Event | str, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
+        """Append one event; ``fields`` are JSON values.
+
+        Raises:
+            RecordError: the name is not declared, or a field is named like a fixed one.
+        """
+        try:
+            name = Event(event)
+        except ValueError:
+            raise RecordError(
+                f"event {event!r} is not declared in miniverl_dist.observability.events.Event"
+            ) from None
+        if "time_s" in fields:
+            raise RecordError(f"event {name}: `time_s` is written by the log itself")
+        self._run.append(RecordFile.EVENTS, {"time_s": self._now(), "event": name.value, **fields})

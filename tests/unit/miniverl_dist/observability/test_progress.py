@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+
+from rich.console import Console
+
+from miniverl_dist.observability.progress import (
+    JsonProgress,
+    LineProgress,
+    Progress,
+    SilentProgress,
+    TerminalProgress,
+    progress_for,
+    step_line,
+)
+
+STEP = {"step": 3, "pass_rate": 0.5, "reward_mean": math.nan, "seconds_step": 1.23, "loss": None}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def work(progress: Progress) -> None:
+    progress.phase("warm-up", total=20)
+    for _ in range(20):
+        progress.advance(detail="loss 1")
+    progress.phase("training [b]x[/b]")
+    progress.step(STEP)
+    progress.message("[red]done[/red]")
+    progress.close()
+    progress.close()
+
+
+def test_lines_for_a_log() -> None:
+    out = io.StringIO()
+    work(progress_for(out))
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["warm-up (20)", "warm-up 2/20 loss 1"]
+    assert len(lines) == 1 + 10 + 3
+    assert lines[-2:] == ["step 3  pass 0.50  s 1.2", "[red]done[/red]"]
+
+
+def test_json_lines_are_json_whatever_the_numbers() -> None:
+    out = io.StringIO()
+    work(JsonProgress(out))
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert lines[0] == {"progress": "phase", "name": "warm-up", "total": 20}
+    assert lines[1] == {"progress": "advance", "amount": 1, "detail": "loss 1"}
+    assert lines[-2]["metrics"] == {**STEP, "reward_mean": None}
+    assert lines[-1] == {"progress": "message", "text": "[red]done[/red]"}
+
+
+def test_a_terminal_gets_a_bar_and_text_is_never_markup() -> None:
+    out = Terminal()
+    assert isinstance(progress_for(out), TerminalProgress)
+    work(TerminalProgress(Console(file=out, force_terminal=True, width=100)))
+    assert "[red]done[/red]" in out.getvalue()
+    assert "warm-up" in out.getvalue()
+    assert "step 3  pass 0.50" in out.getvalue()
+
+
+def test_pipes_get_lines_and_silence_is_silent() -> None:
+    assert isinstance(progress_for(io.StringIO()), LineProgress)
+    work(SilentProgress())
+
+
+def test_a_step_without_numbers() -> None:
+    assert step_line({}) == "step ?"
