@@ -68,7 +68,6 @@ class TrainBatch:
             raise BatchError("advantages must be finite, and 0 off the loss mask")
         if not np.array_equal(np.isfinite(self.rollout_logprobs), self.loss_mask):
             raise BatchError("rollout_logprobs must be finite exactly on the loss mask")
-
         self._check_minibatches()
 
     def _check_minibatches(self) -> None:

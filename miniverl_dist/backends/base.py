@@ -1,0 +1,64 @@
+"""What every student backend does: ``ports.StudentPool`` without the waiting; torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from miniverl_dist.ports import WeightSnapshot
+from miniverl_dist.schemas.batch import FloatArray, SftBatch, TrainBatch, UpdateResult
+from miniverl_dist.schemas.weights import NamedArrays
+
+
+class StudentBackend(Protocol):
+    """Weights, optimizer and reference policy of one student (or of one rank of it).
+
+    Every method that changes something changes all of it or, when it raises, nothing.
+    """
+
+    @property
+    def policy_version(self) -> int:
+        """Committed optimizer steps."""
+
+    def update(self, batch: TrainBatch) -> UpdateResult:
+        """Proximal (and reference) logprobs, then one optimizer step per minibatch.
+
+        Raises:
+            BatchError: the batch cannot be computed (too long, nothing to train on).
+            TokenizerMismatchError: ids that the student does not have.
+            UpdateError: a loss or a gradient that is not finite.
+        """
+
+    def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
+        """One supervised step; counts neither as a policy version nor as an update."""
+
+    def finish_warmup(self) -> None:
+        """Forget the warm-up's optimizer state and freeze the reference policy here."""
+
+    def logprobs(self, batch: TrainBatch) -> FloatArray:
+        """[N] nats of every token at the batch's temperature; NaN at position 0 of a sequence."""
+
+    def snapshot(self) -> WeightSnapshot:
+        """Copies of the current weights, for a publish."""
+
+    def load_weights(self, tensors: NamedArrays) -> None:
+        """Replace the weights; optimizer, reference and version stay.
+
+        Raises:
+            CheckpointError: the weights of another architecture.
+        """
+
+    def save(self, directory: Path) -> None:
+        """Write weights, reference and optimizer; equal states give equal bytes.
+
+        Raises:
+            CheckpointError: a file could not be written.
+        """
+
+    def load(self, directory: Path, policy_version: int) -> None:
+        """Restore what ``save`` wrote at this policy version.
+
+        Raises:
+            CheckpointError: broken, of another architecture, or of another policy version.
+            TokenizerMismatchError: trained on another tokenizer's ids.
+        """

@@ -1,0 +1,388 @@
+"""The toy student: one decoder, one optimizer, one process.
+
+Shapes: N packed tokens, B sequences, b sequences of a microbatch, L padded length, M predictions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miniverl_dist.backends.adamw import AdamW, learning_rate
+from miniverl_dist.backends.padding import Microbatch, cut_microbatches
+from miniverl_dist.backends.toy_model import ToyModel
+from miniverl_dist.backends.weights_io import (
+    TokenizerIdentity,
+    ToyFolder,
+    load_toy_folder,
+    read_json,
+    read_tensors,
+    save_toy_folder,
+    write_json,
+    write_tensors,
+)
+from miniverl_dist.config.recipe import LossConfig, OptimConfig
+from miniverl_dist.config.roles import ToyModelConfig
+from miniverl_dist.errors import BatchError, CheckpointError, TokenizerMismatchError, UpdateError
+from miniverl_dist.objective.logprobs import predictions, selected_logprobs_with_entropy
+from miniverl_dist.objective.policy_loss import (
+    Metrics,
+    merge_metrics,
+    policy_loss,
+    reference_kl_penalty,
+    summarize,
+)
+from miniverl_dist.objective.reduction import Denominators
+from miniverl_dist.ports import WeightSnapshot
+from miniverl_dist.schemas.batch import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    SftBatch,
+    TrainBatch,
+    UpdateResult,
+)
+from miniverl_dist.schemas.weights import NamedArrays, weights_checksum
+
+MAX_PADDED_TOKENS = 2048
+REFERENCE_FILE = "reference.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+TRAINER_FILE = "trainer.json"
+REPORTED = (
+    "clip_low_fraction",
+    "clip_high_fraction",
+    "dual_clip_fraction",
+    "ratio_max",
+    "entropy_mean",
+    "mismatch_mean_abs",
+    "mismatch_capped_fraction",
+)
+ARCHITECTURE_FIELDS = ("num_layers", "hidden_size", "num_heads", "ffn_size")
+
+
+class _Scored(NamedTuple):
+    """Predictions of one microbatch."""
+
+    packed: IntArray
+    """[M] place of each predicted token in the packed batch."""
+    sequences: Tensor
+    """[M] row of the microbatch that it belongs to."""
+    logprobs: Tensor
+    """[M] nats."""
+    entropy: Tensor
+    """[M] nats, detached."""
+
+    def take(self, array: FloatArray) -> Tensor:
+        """[M] what a packed array holds for these tokens."""
+        return torch.from_numpy(array[self.packed])
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Packed arrays of one update; what is off the loss mask is NaN or 0 and never read."""
+
+    rows: IntArray
+    """[N] vocabulary rows."""
+    proximal: FloatArray
+    """[N] nats."""
+    reference: FloatArray | None
+    """[N] nats."""
+    advantages: FloatArray
+    """[N]."""
+
+
+class ToyBackend:
+    """Trains a toy decoder; see ``backends.base.StudentBackend``.
+
+    Args:
+        config: Sizes of the model.
+        vocabulary_ids: The real ids its softmax covers.
+        tokenizer: Whose ids these are; stored with the weights and compared on load.
+        loss: Policy loss; a reference policy is kept when ``kl_coef`` is above 0.
+        optim: AdamW and its schedule.
+        num_steps: Batches of the whole run, where the ``linear`` schedule ends.
+        seed: Of the initial weights.
+    """
+
+    def __init__(
+        self,
+        config: ToyModelConfig,
+        vocabulary_ids: Sequence[int] | IntArray,
+        tokenizer: TokenizerIdentity,
+        *,
+        loss: LossConfig,
+        optim: OptimConfig,
+        num_steps: int,
+        seed: int = 0,
+    ) -> None:
+        self.model = ToyModel(config, vocabulary_ids, seed)
+        self.policy_version = 0
+        self.num_updates = 0
+        """Batches trained on; the learning rate follows it."""
+        self._tokenizer = tokenizer
+        self._loss = loss
+        self._optim = optim
+        self._num_steps = num_steps
+        for weight in self.model.weights.values():
+            weight.requires_grad_()
+        self._optimizer = AdamW(self.model.weights, optim)
+        self._reference = ToyModel(config, vocabulary_ids, seed) if loss.kl_coef > 0 else None
+
+    def update(self, batch: TrainBatch) -> UpdateResult:
+        """See ``StudentBackend``."""
+        started_s = time.perf_counter()
+        rows = self.model.vocabulary.rows(batch.token_ids)
+        steps = _minibatches(batch)
+        if not steps:
+            raise BatchError(
+                f"none of the batch's {len(batch.group_ids)} sequences has a token to train on"
+            )
+        lr = learning_rate(self._optim, self.num_updates, self._num_steps)
+        with self._all_or_nothing():
+            arrays = self._arrays(batch, rows, [part for parts in steps.values() for part in parts])
+            taken = [
+                self._optimizer_step(arrays, batch, minibatch, parts, lr)
+                for minibatch, parts in steps.items()
+            ]
+            self.policy_version += len(taken)
+            self.num_updates += 1
+        metrics = _report(taken) | {"lr": lr, "seconds_update": time.perf_counter() - started_s}
+        return UpdateResult(self.policy_version, len(taken), metrics)
+
+    def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
+        """See ``StudentBackend``. Mean cross-entropy over the masked tokens."""
+        rows = self.model.vocabulary.rows(batch.token_ids)
+        num_tokens = int(batch.loss_mask.sum())
+        if num_tokens == 0:
+            raise BatchError("a supervised batch without a token to learn from")
+        chosen = _with_loss_tokens(batch.sequence_starts, batch.loss_mask)
+        with self._all_or_nothing():
+            total = 0.0
+            for part in cut_microbatches(batch.sequence_starts, chosen, MAX_PADDED_TOKENS):
+                scored = self._score(self.model, rows, part, batch.loss_mask)
+                loss = -scored.logprobs.sum() / num_tokens
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+            norm = self._step_if_finite(total, learning_rate)
+        return {"loss": total, "grad_norm": norm, "num_loss_tokens": float(num_tokens)}
+
+    def finish_warmup(self) -> None:
+        """See ``StudentBackend``."""
+        self._optimizer.reset()
+        if self._reference is not None:
+            self._reference.load_arrays(self.model.arrays())
+
+    def logprobs(self, batch: TrainBatch) -> FloatArray:
+        """See ``StudentBackend``."""
+        rows = self.model.vocabulary.rows(batch.token_ids)
+        everything = np.arange(len(batch.group_ids))
+        parts = cut_microbatches(batch.sequence_starts, everything, MAX_PADDED_TOKENS)
+        mask = np.ones(len(rows), dtype=np.bool_)
+        mask[batch.sequence_starts[:-1]] = False
+        return self._packed(self.model, rows, parts, mask, batch.temperature)
+
+    def snapshot(self) -> WeightSnapshot:
+        """See ``StudentBackend``."""
+        tensors = self.model.arrays()
+        return WeightSnapshot(self.policy_version, tensors, weights_checksum(tensors))
+
+    def load_weights(self, tensors: NamedArrays) -> None:
+        """See ``StudentBackend``."""
+        self.model.load_arrays(tensors)
+
+    def save(self, directory: Path) -> None:
+        """See ``StudentBackend``."""
+        model = self.model
+        save_toy_folder(
+            directory, model.config, model.vocabulary.ids, self._tokenizer, model.arrays()
+        )
+        if self._reference is not None:
+            write_tensors(directory / REFERENCE_FILE, self._reference.arrays())
+        write_tensors(directory / OPTIMIZER_FILE, self._optimizer.state())
+        counters = {
+            "policy_version": self.policy_version,
+            "num_updates": self.num_updates,
+            "num_optimizer_steps": self._optimizer.num_steps,
+        }
+        write_json(directory / TRAINER_FILE, counters)
+
+    def load(self, directory: Path, policy_version: int) -> None:
+        """See ``StudentBackend``."""
+        folder = load_toy_folder(directory)
+        self._check_same_student(folder)
+        counters = read_json(directory / TRAINER_FILE)
+        names = ("policy_version", "num_updates", "num_optimizer_steps")
+        if not isinstance(counters, dict) or not all(type(counters.get(n)) is int for n in names):
+            raise CheckpointError(f"{TRAINER_FILE} needs the integers {', '.join(names)}")
+        if counters["policy_version"] != policy_version:
+            raise CheckpointError(
+                f"{TRAINER_FILE} is of policy version {counters['policy_version']}, expected "
+                f"{policy_version}: weights and run state belong to different commits"
+            )
+        with self._all_or_nothing():
+            moments = read_tensors(directory / OPTIMIZER_FILE)
+            self._optimizer.restore(moments, counters["num_optimizer_steps"])
+            # Checked as a whole before its first weight changes, like the student's below, whose
+            # shapes the folder's own check has passed already.
+            if self._reference is not None:
+                self._reference.load_arrays(read_tensors(directory / REFERENCE_FILE))
+            self.model.load_arrays(folder.weights)
+            self.policy_version = policy_version
+            self.num_updates = counters["num_updates"]
+
+    def _check_same_student(self, folder: ToyFolder) -> None:
+        if folder.tokenizer.fingerprint != self._tokenizer.fingerprint:
+            raise TokenizerMismatchError(
+                f"the checkpoint was trained on ids of {folder.tokenizer.name} "
+                f"({folder.tokenizer.fingerprint[:12]}), this student holds "
+                f"{self._tokenizer.name} ({self._tokenizer.fingerprint[:12]})"
+            )
+        if not np.array_equal(folder.vocabulary_ids, self.model.vocabulary.ids):
+            raise CheckpointError(
+                f"the checkpoint covers {len(folder.vocabulary_ids)} ids, this student "
+                f"{len(self.model.vocabulary)} (or as many others): tasks or prompt have changed"
+            )
+        for name in ARCHITECTURE_FIELDS:
+            found, expected = (c.model_dump()[name] for c in (folder.config, self.model.config))
+            if found != expected:
+                raise CheckpointError(f"the checkpoint has {name} {found}, expected {expected}")
+
+    def _arrays(self, batch: TrainBatch, rows: IntArray, parts: list[Microbatch]) -> _Arrays:
+        """What stays the same over all optimizer steps of a batch."""
+        proximal = self._packed(self.model, rows, parts, batch.loss_mask, batch.temperature)
+        if self._reference is None:
+            return _Arrays(rows, proximal, None, batch.advantages)
+        reference = self._packed(self._reference, rows, parts, batch.loss_mask, batch.temperature)
+        if self._loss.kl_estimator == "k3":
+            return _Arrays(rows, proximal, reference, batch.advantages)
+        lowered = reference_kl_penalty(
+            torch.tensor(batch.advantages),
+            proximal_logprobs=torch.tensor(proximal),
+            reference_logprobs=torch.tensor(reference),
+            mask=torch.tensor(batch.loss_mask),
+            kl_coef=self._loss.kl_coef,
+        )
+        return _Arrays(rows, proximal, reference, lowered.numpy())
+
+    def _optimizer_step(
+        self, arrays: _Arrays, batch: TrainBatch, minibatch: int, parts: list[Microbatch], lr: float
+    ) -> Metrics:
+        sums: list[Metrics] = []
+        for part in parts:
+            scored = self._score(self.model, arrays.rows, part, batch.loss_mask, batch.temperature)
+            loss, metrics = policy_loss(
+                scored.logprobs,
+                proximal_logprobs=scored.take(arrays.proximal),
+                rollout_logprobs=scored.take(batch.rollout_logprobs),
+                advantages=scored.take(arrays.advantages),
+                mask=torch.ones_like(scored.logprobs, dtype=torch.bool),
+                sequence_ids=scored.sequences,
+                config=self._loss,
+                denominators=Denominators(
+                    batch.num_loss_tokens[minibatch], batch.num_sequences[minibatch]
+                ),
+                reference_logprobs=None
+                if arrays.reference is None
+                else scored.take(arrays.reference),
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            sums.append(metrics | {"loss": loss.detach(), "entropy_sum": scored.entropy.sum()})
+        merged = merge_metrics(*sums)
+        return merged | {"grad_norm": self._step_if_finite(float(merged["loss"]), lr)}
+
+    def _step_if_finite(self, loss: float, lr: float) -> float:
+        if not isfinite(loss):
+            raise UpdateError(f"loss is {loss}: the optimizer step was not taken")
+        return self._optimizer.step(lr)
+
+    @torch.no_grad()
+    def _packed(
+        self,
+        model: ToyModel,
+        rows: IntArray,
+        parts: list[Microbatch],
+        mask: BoolArray,
+        temperature: float,
+    ) -> FloatArray:
+        """[N] nats on the mask, NaN off it."""
+        packed = np.full(len(rows), np.nan)
+        for part in parts:
+            scored = self._score(model, rows, part, mask, temperature)
+            packed[scored.packed] = scored.logprobs.numpy()
+        return packed
+
+    def _score(
+        self,
+        model: ToyModel,
+        rows: IntArray,
+        part: Microbatch,
+        mask: BoolArray,
+        temperature: float = 1.0,
+    ) -> _Scored:
+        token_rows = torch.from_numpy(rows[part.packed])
+        found = predictions(
+            model.hidden(token_rows),
+            token_rows,
+            torch.from_numpy(part.lengths),
+            torch.from_numpy(mask[part.packed] & ~part.is_padding),
+        )
+        logprobs, entropy = selected_logprobs_with_entropy(
+            found.hidden, model.head, found.targets, self._loss.chunk_size, temperature=temperature
+        )
+        packed = part.packed.reshape(-1)[found.positions.numpy()]
+        return _Scored(packed, found.positions // token_rows.shape[1], logprobs, entropy)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Put weights, optimizer and counters back when the block raises, whatever it raises."""
+        weights, moments = self.model.arrays(), self._optimizer.state()
+        num_steps = self._optimizer.num_steps
+        counters = self.policy_version, self.num_updates
+        try:
+            yield
+        except BaseException:
+            self.model.load_arrays(weights)
+            self._optimizer.restore(moments, num_steps)
+            self.policy_version, self.num_updates = counters
+            for weight in self.model.weights.values():
+                weight.grad = None
+            raise
+
+
+def _with_loss_tokens(sequence_starts: IntArray, loss_mask: BoolArray) -> IntArray:
+    """Sequences that have a token to learn from."""
+    return np.flatnonzero(np.add.reduceat(loss_mask.astype(np.int64), sequence_starts[:-1]))
+
+
+def _minibatches(batch: TrainBatch) -> dict[int, list[Microbatch]]:
+    """Microbatches of each optimizer step; a step without a token to train on is left out."""
+    useful = _with_loss_tokens(batch.sequence_starts, batch.loss_mask)
+    steps = {}
+    for minibatch in np.unique(batch.minibatch_ids[useful]).tolist():
+        chosen = useful[batch.minibatch_ids[useful] == minibatch]
+        steps[minibatch] = cut_microbatches(batch.sequence_starts, chosen, MAX_PADDED_TOKENS)
+    return steps
+
+
+def _report(steps: Sequence[Metrics]) -> dict[str, float]:
+    """Metrics of an update: losses and norms per optimizer step, the rest per trained token.
+
+    The same fields under every loss: what a loss does not have (a dual clip, a mismatch cap, a
+    reference) is 0.
+    """
+    merged = merge_metrics(*steps)
+    summary = summarize(merged)
+    per_step = ("loss", "policy_loss", "kl_loss", "grad_norm")
+    report = {name: summary.get(name, 0.0) for name in (*REPORTED, *per_step)}
+    for name in per_step:
+        report[name] /= len(steps)
+    return report | {"num_loss_tokens": float(merged["num_tokens"])}

@@ -1,0 +1,190 @@
+"""Cached inference with the toy decoder, batch-invariant bit for bit.
+
+A *row* is one (slot, position, token): the next token of an episode, or one of the tokens of a
+prompt. ``ToyDecoder.step`` always computes ``num_rows`` rows, whatever they are, with the same
+kernels on the same shapes; a row's result depends on its own token and on the cached keys and
+values of its own slot, and on nothing else. Hence prompt and continuation, a cached prefix and a
+recomputed one, an episode alone and in company all give the same bits.
+
+Two things make that hold. Matrix products have one shape, [num_rows, .]. Attention walks over
+blocks of ``BLOCK`` cached positions, each a product of one shape too; a block behind a row's
+position adds exact zeros, so the number of blocks walked, which does depend on the company,
+changes nothing.
+
+Shapes: R = num_rows, S slots, h heads, d head size, V vocabulary rows, n <= R rows asked for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name every torch reader expects
+from numpy.typing import NDArray
+
+from miniverl_dist.backends.softmax import log_softmax
+from miniverl_dist.backends.toy_model import ToyModel
+from miniverl_dist.errors import BatchError
+from miniverl_dist.schemas.batch import FloatArray, IntArray
+
+BLOCK = 64
+ROW_MULTIPLE = 16
+
+
+class ToyDecoder:
+    """A fixed KV cache over a model's weights.
+
+    Args:
+        model: Read at every step; call ``flush`` after its weights have changed.
+        num_slots: Sequences that the cache holds.
+    """
+
+    def __init__(self, model: ToyModel, num_slots: int) -> None:
+        config = model.config
+        self.model = model
+        self.num_slots = num_slots
+        self.num_rows = -(-num_slots // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.max_context = config.max_context_tokens
+        num_blocks = -(-self.max_context // BLOCK)
+        head_size = config.hidden_size // config.num_heads
+        # One slot per row, so that row i can be slot i, and one that unused rows write to.
+        slots = self.num_rows + 1
+        shape = (config.num_layers, num_blocks, slots, config.num_heads, BLOCK, head_size)
+        self._keys = torch.zeros(shape)
+        self._values = torch.zeros(shape)
+        # Gathered keys or values of one block; fresh memory for each gather would cost more time
+        # than the gather itself.
+        self._gathered = torch.empty(self.num_rows, config.num_heads, BLOCK, head_size)
+        self._offsets = torch.arange(num_blocks * BLOCK).view(num_blocks, 1, 1, BLOCK)
+
+    def flush(self) -> None:
+        """Forget all keys and values (zeroed: a leftover NaN would survive the mask)."""
+        self._keys.zero_()
+        self._values.zero_()
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Give ``target`` the first ``length`` cached positions of ``source``."""
+        blocks = -(-length // BLOCK)
+        for cache in (self._keys, self._values):
+            cache[:, :blocks, target] = cache[:, :blocks, source]
+
+    @torch.no_grad()
+    def step(
+        self, slots: IntArray, positions: IntArray, tokens: IntArray, *, want_logits: bool = True
+    ) -> NDArray[np.float32] | None:
+        """Compute and cache n rows, n <= num_rows; the positions before each must be cached.
+
+        Several rows may belong to one slot (a prompt): they see each other in causal order.
+
+        Args:
+            slots: [n] cache slot of each row.
+            positions: [n] position within the slot's sequence.
+            tokens: [n] vocabulary rows (not ids) to feed.
+            want_logits: False leaves the vocabulary projection out.
+
+        Returns:
+            [n, V] logits for the tokens that follow; None unless wanted.
+        """
+        rows = np.arange(len(slots))
+        gathered: torch.Tensor | None = None
+        if len(np.unique(slots)) == len(slots):
+            rows = slots  # plain decoding: row i is slot i, and its keys need not be gathered
+        else:
+            gathered = self._padded(rows, slots, self.num_rows)
+        write_slots = self._padded(rows, slots, self.num_rows)
+        at = self._padded(rows, positions, 0)
+        num_blocks = int(at.max()) // BLOCK + 1
+        hidden_keys = self._offsets[:num_blocks] > at.view(-1, 1, 1)
+        where = (at // BLOCK, write_slots, slice(None), at % BLOCK)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self._keys[layer][where] = k
+            self._values[layer][where] = v
+            return self._attend_blocks(layer, q, gathered, hidden_keys)
+
+        hidden = self.model.run(self._padded(rows, tokens, 0), at, attend)
+        if not want_logits:
+            return None
+        logits: NDArray[np.float32] = F.linear(hidden, self.model.head).numpy()
+        return logits[rows]
+
+    def _padded(self, rows: IntArray, values: IntArray, filler: int) -> torch.Tensor:
+        padded = np.full(self.num_rows, filler, dtype=np.int64)
+        padded[rows] = values
+        return torch.from_numpy(padded)
+
+    def _attend_blocks(
+        self, layer: int, q: torch.Tensor, slots: torch.Tensor | None, hidden_keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Softmax attention of each row over its slot's cached positions.
+
+        Args:
+            layer: Whose cache.
+            q: [R, h, d].
+            slots: [R]; None where row i is slot i.
+            hidden_keys: [blocks to walk, R, 1, BLOCK] True behind a row's own position.
+
+        Returns:
+            [R, h, d].
+        """
+        rows, heads, size = q.shape
+        query = (q * size**-0.5).reshape(rows * heads, 1, size)
+        scores = []
+        for block, hidden in enumerate(hidden_keys):
+            keys = self._of_rows(self._keys[layer, block], slots)
+            found = torch.bmm(query, keys.transpose(1, 2)).view(rows, heads, BLOCK)
+            scores.append(found.masked_fill_(hidden, -torch.inf))
+        peak = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
+        total = torch.zeros(rows, heads, 1)
+        mixed = torch.zeros(rows, heads, size)
+        for block, found in enumerate(scores):
+            weights = (found - peak).exp_()
+            total += weights.sum(-1, keepdim=True)
+            values = self._of_rows(self._values[layer, block], slots)
+            mixed += torch.bmm(weights.view(rows * heads, 1, BLOCK), values).view(q.shape)
+        return mixed / total
+
+    def _of_rows(self, cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+        """[R * h, BLOCK, d] of one block: a view, or a copy that the next call overwrites."""
+        if slots is None:
+            found = cache[: self.num_rows]
+        else:
+            found = torch.index_select(cache, 0, slots, out=self._gathered)
+        return found.view(-1, BLOCK, cache.shape[-1])
+
+    def prefill(
+        self, slot: int, tokens: IntArray, num_cached: int = 0
+    ) -> NDArray[np.float32] | None:
+        """Cache the positions ``[num_cached, T)`` of a sequence of T tokens alone.
+
+        Returns:
+            [V] logits behind the last token; None when nothing was left to compute.
+        """
+        logits = None
+        for start in range(num_cached, len(tokens), self.num_rows):
+            positions = np.arange(start, min(start + self.num_rows, len(tokens)))
+            is_last = positions[-1] == len(tokens) - 1
+            logits = self.step(
+                np.full(len(positions), slot), positions, tokens[positions], want_logits=is_last
+            )
+        return None if logits is None else logits[-1]
+
+    def score(self, tokens: IntArray, slot: int = 0) -> FloatArray:
+        """[T] nats of each token given those before it, plain softmax; NaN at position 0.
+
+        Uses (and overwrites) one slot; the same bits whatever was scored before.
+
+        Raises:
+            BatchError: more tokens than the cache has positions.
+        """
+        if len(tokens) > self.max_context:
+            raise BatchError(
+                f"{len(tokens)} tokens to score exceed max_context_tokens {self.max_context}"
+            )
+        scores = np.full(len(tokens), np.nan)
+        for start in range(0, len(tokens) - 1, self.num_rows):
+            positions = np.arange(start, min(start + self.num_rows, len(tokens) - 1))
+            logits = self.step(np.full(len(positions), slot), positions, tokens[positions])
+            assert logits is not None
+            logprobs = log_softmax(logits)
+            scores[positions + 1] = logprobs[np.arange(len(positions)), tokens[positions + 1]]
+        return scores

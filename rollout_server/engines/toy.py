@@ -1,0 +1,327 @@
+"""The toy engine: continuous batching over a fixed KV cache, inside the event loop.
+
+``generate`` queues a request and waits; ``_serve`` runs while there is work. Each turn of it
+admits waiting requests to free slots in FIFO order, computes one fixed-shape step (prompt tokens
+first, then one next token per running request) and gives the event loop a chance. Since a row of
+a step depends on its own slot only, what a request gets back depends on its prompt, its seed and
+the weights; company shows in ``cached_tokens`` and seconds alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from miniverl_dist.backends.toy_inference import ToyDecoder
+from miniverl_dist.backends.toy_model import ToyModel
+from miniverl_dist.config.roles import ToyModelConfig
+from miniverl_dist.errors import (
+    CheckpointError,
+    EngineError,
+    GenerateApiError,
+    PublishError,
+    TokenizerMismatchError,
+)
+from miniverl_dist.generate_api.wire import (
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    MetaInfo,
+    SamplingParams,
+    WeightVersion,
+)
+from miniverl_dist.ports import WeightSnapshot
+from miniverl_dist.schemas.batch import FloatArray, IntArray
+from miniverl_dist.schemas.weights import weights_checksum
+from rollout_server.engines.sampling import check_sampling, sample, uniforms
+from rollout_server.engines.slots import SlotTable
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request on its way; all of it but ``slot`` and below is fixed at arrival."""
+
+    rid: str
+    prompt: IntArray
+    """[P] vocabulary rows."""
+    params: SamplingParams
+    stop_rows: frozenset[int]
+    draws: FloatArray
+    """One per new token; their number is the limit on new tokens."""
+    return_logprob: bool
+    future: asyncio.Future[GenerateReply]
+    arrived_s: float
+    slot: int = -1
+    is_started: bool = False
+    """False while it waits for a sibling to compute their shared prefix."""
+    cached_tokens: int = 0
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class EngineCounters:
+    """Work done since the engine was made."""
+
+    num_steps: int = 0
+    num_prefilled_tokens: int = 0
+    num_decoded_tokens: int = 0
+
+
+class ToyEngine:
+    """Samples from a toy decoder; see ``rollout_server.engines.base.Engine``.
+
+    Args:
+        config: Sizes; ``batch_slots`` requests run at once.
+        vocabulary_ids: The real ids that the softmax covers.
+        name: Names the engine in receipts and events.
+    """
+
+    def __init__(
+        self, config: ToyModelConfig, vocabulary_ids: Sequence[int] | IntArray, name: str = "toy-0"
+    ) -> None:
+        self.name = name
+        self.weight_version = -1
+        self.counters = EngineCounters()
+        self._model = ToyModel(config, vocabulary_ids)
+        self._decoder = ToyDecoder(self._model, config.batch_slots)
+        self._slots = SlotTable(config.batch_slots, config.max_context_tokens)
+        self._waiting: deque[_Job] = deque()
+        self._running: list[_Job] = []
+        self._serving: asyncio.Task[None] | None = None
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._loading = asyncio.Lock()
+        self._is_closed = False
+        self._num_requests = 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """See ``Engine``."""
+        if self._is_closed:
+            raise EngineError(f"engine {self.name} is closed")
+        if self.weight_version < 0:
+            raise EngineError(f"engine {self.name} holds no weights yet: load_weights comes first")
+        job = self._job(request)
+        self._waiting.append(job)
+        self._wake()
+        try:
+            # Resolved by _serve when the request ends, by close, or by _serve's own failure.
+            return await job.future
+        finally:
+            self._forget(job)
+
+    async def load_weights(self, snapshot: WeightSnapshot) -> str:
+        """See ``Engine``."""
+        try:
+            async with self._loading:
+                # Set when the last running request ends; nothing is admitted meanwhile.
+                await self._quiet.wait()
+                return self._take_weights(snapshot)
+        finally:
+            # Also after a failure or a cancelled wait: requests may be queueing behind it.
+            self._wake()
+
+    async def close(self) -> None:
+        """See ``Engine``."""
+        self._is_closed = True
+        for job in [*self._running, *self._waiting]:
+            self._finish(job, "abort", f"engine {self.name} was closed")
+        self._waiting.clear()
+        if self._serving is not None:
+            # Ends by itself: nothing is left to serve.
+            await asyncio.wait([self._serving])
+
+    def _take_weights(self, snapshot: WeightSnapshot) -> str:
+        try:
+            self._model.load_arrays(snapshot.tensors)
+        except CheckpointError as error:
+            raise PublishError(
+                f"engine {self.name} cannot take the weights of policy version "
+                f"{snapshot.policy_version}: {error}"
+            ) from error
+        self._decoder.flush()
+        self._slots.clear()
+        self.weight_version = snapshot.policy_version
+        return weights_checksum(self._model.arrays())
+
+    def _job(self, request: GenerateRequest) -> _Job:
+        params, room = request.sampling_params, self._slots.tokens.shape[1] - len(request.input_ids)
+        check_sampling(params)
+        if request.logprob_start_len >= 0 or request.top_logprobs_num > 0:
+            raise GenerateApiError(
+                f"engine {self.name} returns logprobs of sampled tokens only, found "
+                f"logprob_start_len {request.logprob_start_len} and top_logprobs_num "
+                f"{request.top_logprobs_num}: score inputs with a teacher server"
+            )
+        if not request.input_ids or room < 1:
+            raise GenerateApiError(
+                f"a prompt of {len(request.input_ids)} tokens does not leave room for one new "
+                f"token: engine {self.name} takes 1 to {self._slots.tokens.shape[1] - 1} tokens "
+                f"(max_context_tokens {self._slots.tokens.shape[1]})"
+            )
+        try:
+            prompt = self._model.vocabulary.rows(request.input_ids)
+        except TokenizerMismatchError as error:
+            raise GenerateApiError(f"engine {self.name}: input_ids: {error}") from error
+        self._num_requests += 1
+        stop_ids = np.isin(self._model.vocabulary.ids, np.array(params.stop_token_ids, np.int64))
+        return _Job(
+            rid=request.rid or f"{self.name}-{self._num_requests}",
+            prompt=prompt,
+            params=params,
+            stop_rows=frozenset(np.flatnonzero(stop_ids).tolist()),
+            draws=uniforms(params.sampling_seed, min(params.max_new_tokens, room)),
+            return_logprob=request.return_logprob,
+            future=asyncio.get_running_loop().create_future(),
+            arrived_s=time.perf_counter(),
+        )
+
+    @property
+    def _has_work(self) -> bool:
+        """False too while a load holds waiting requests back."""
+        return bool(self._running or (self._waiting and not self._loading.locked()))
+
+    def _wake(self) -> None:
+        if self._has_work and (self._serving is None or self._serving.done()):
+            self._serving = asyncio.create_task(self._serve(), name=f"{self.name} serving")
+            self._serving.add_done_callback(self._on_served)
+
+    async def _serve(self) -> None:
+        while self._has_work:
+            if not self._loading.locked():
+                self._admit()
+            self._start_jobs()
+            self._step()
+            # Lets callers queue, cancel and take their replies between two steps.
+            await asyncio.sleep(0)
+
+    def _on_served(self, task: asyncio.Task[None]) -> None:
+        """Hand a failure of the serving task to everyone who waits for it."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            return
+        for job in [*self._running, *self._waiting]:
+            if not job.future.done():
+                failure = EngineError(f"engine {self.name} failed while decoding: {error!r}")
+                failure.__cause__ = error
+                job.future.set_exception(failure)
+            self._forget(job)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            slot = self._slots.reserve(self._waiting[0].prompt)
+            if slot is None:
+                return
+            job = self._waiting.popleft()
+            job.slot = slot
+            self._running.append(job)
+            self._quiet.clear()
+
+    def _start_jobs(self) -> None:
+        """Copy what is cached of each new prompt, unless a sibling is about to cache more."""
+        for job in self._running:
+            if job.is_started:
+                continue
+            found = self._slots.best_prefix(job.slot)
+            if found is None:
+                continue
+            source, length = found
+            if source != job.slot:
+                self._decoder.copy_prefix(source, job.slot, length)
+            self._slots.cached[job.slot] = job.cached_tokens = length
+            job.is_started = True
+
+    def _step(self) -> None:
+        slots, positions = self._pick_rows()
+        if not len(slots):
+            return
+        table = self._slots
+        computed = np.bincount(slots, minlength=len(table.cached))
+        emitting = positions == table.lengths[slots] - 1
+        logits = self._decoder.step(
+            slots, positions, table.tokens[slots, positions], want_logits=bool(emitting.any())
+        )
+        table.cached += computed
+        self.counters.num_steps += 1
+        if logits is None:
+            return
+        row_of_slot = dict(zip(slots[emitting].tolist(), np.flatnonzero(emitting), strict=True))
+        jobs = [job for job in self._running if job.slot in row_of_slot]
+        draws = np.array([job.draws[len(job.output)] for job in jobs])
+        rows = np.array([row_of_slot[job.slot] for job in jobs])
+        chosen, logprobs = sample(logits[rows], [job.params for job in jobs], draws)
+        for job, token, logprob in zip(jobs, chosen.tolist(), logprobs.tolist(), strict=True):
+            self._take_token(job, token, logprob)
+
+    def _pick_rows(self) -> tuple[IntArray, IntArray]:
+        """Slots and positions of the next step: prompts first, so that batches fill up early."""
+        table, room = self._slots, self._decoder.num_rows
+        slots: list[int] = []
+        positions: list[int] = []
+        for job in self._running:
+            if job.is_started and not job.output:
+                first, end = int(table.cached[job.slot]), int(table.lengths[job.slot])
+                end = min(end, first + room - len(slots))
+                slots += [job.slot] * (end - first)
+                positions += range(first, end)
+        num_prompt_rows = len(slots)
+        slots += [job.slot for job in self._running if job.output][: room - num_prompt_rows]
+        positions += table.cached[slots[num_prompt_rows:]].tolist()
+        self.counters.num_prefilled_tokens += num_prompt_rows
+        self.counters.num_decoded_tokens += len(slots) - num_prompt_rows
+        return np.array(slots, dtype=np.int64), np.array(positions, dtype=np.int64)
+
+    def _take_token(self, job: _Job, token: int, logprob: float) -> None:
+        job.output.append(token)
+        job.logprobs.append(logprob)
+        if token in job.stop_rows:
+            self._finish(job, "stop")
+        elif len(job.output) == len(job.draws):
+            self._finish(job, "length")
+        else:
+            self._slots.append(job.slot, token)
+
+    def _finish(
+        self, job: _Job, kind: Literal["stop", "length", "abort"], message: str | None = None
+    ) -> None:
+        ids = self._model.vocabulary.ids[np.array(job.output, dtype=np.int64)].tolist()
+        version = str(self.weight_version)
+        meta = MetaInfo(
+            id=job.rid,
+            finish_reason=FinishReason(
+                type=kind,
+                length=len(ids) if kind == "length" else None,
+                matched=ids[-1] if kind == "stop" else None,
+                message=message,
+            ),
+            prompt_tokens=len(job.prompt),
+            completion_tokens=len(ids),
+            cached_tokens=job.cached_tokens,
+            weight_version=version,
+            weight_versions=(WeightVersion(version, 0, len(ids)),) if ids else (),
+            output_token_logprobs=tuple(
+                (logprob, token, None) for logprob, token in zip(job.logprobs, ids, strict=True)
+            )
+            if job.return_logprob
+            else None,
+            e2e_latency=time.perf_counter() - job.arrived_s,
+        )
+        if not job.future.done():
+            job.future.set_result(GenerateReply(meta_info=meta, output_ids=tuple(ids)))
+        self._forget(job)
+
+    def _forget(self, job: _Job) -> None:
+        """Free what a request holds; nothing to do when it has ended already."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        if job in self._running:
+            self._running.remove(job)
+            self._slots.release(job.slot)
+        if not self._running:
+            self._quiet.set()
