@@ -1,0 +1,311 @@
+"""From scored groups to a training batch: align -> credit -> advantage -> pack. Pure.
+
+    trajectory + teacher score --align--> units --credit--> weight per token
+    rewards of a group --------------------------------> group advantage
+    advantage_t = group advantage - opd_coef * weight_t on scored tokens
+
+Shapes: T tokens of a trajectory, S tokens of a span, N packed tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miniverl_dist.advantage import (
+    group_advantages,
+    leave_one_out,
+    token_advantages,
+    zero_variance_groups,
+)
+from miniverl_dist.alignment.credit import opd_weights, stopped, unit_log_ratios
+from miniverl_dist.alignment.mau import align
+from miniverl_dist.config.models import RunConfig
+from miniverl_dist.config.recipe import OpdConfig
+from miniverl_dist.errors import TeacherDropFractionError
+from miniverl_dist.packing import sequence_ids, sequence_starts, split_minibatches
+from miniverl_dist.ports import ScoredGroup, ScoredTrajectory
+from miniverl_dist.schemas.batch import BoolArray, FloatArray, IntArray, TrainBatch
+from miniverl_dist.schemas.teacher import TeacherRefusal, TeacherScore
+from miniverl_dist.schemas.trajectory import HARNESS_TERMINATIONS, Trajectory
+
+SpanByteEnds = Callable[[Sequence[int]], IntArray]
+"""Byte ends [S] of a sampled span's ids, a turn end as one virtual byte (`alignment.spans`)."""
+
+
+@dataclass(frozen=True)
+class TokenCredit:
+    """OPD credit of one trajectory's tokens, and what was measured on the way."""
+
+    weights: FloatArray
+    """[T] nats; NaN where no unit covers the token."""
+    mask: BoolArray
+    """[T] True on tokens that a unit covers."""
+    is_stopped: BoolArray
+    """[T] True behind a stop."""
+    reverse_kl: FloatArray
+    """One entry per unit: student minus teacher, nats, unclipped."""
+
+
+@dataclass(frozen=True)
+class BuiltBatch:
+    """A batch, or None where nothing could be trained on, with what building it measured."""
+
+    batch: TrainBatch | None
+    metrics: dict[str, float]
+
+
+def credit_trajectory(
+    trajectory: Trajectory, score: TeacherScore, byte_ends: SpanByteEnds, opd: OpdConfig
+) -> TokenCredit:
+    """Align every scored span and turn its log-ratios into token weights.
+
+    Raises:
+        AlignmentError: student and teacher do not spell the same bytes.
+        StaleScoreError: the score was made for another policy version.
+    """
+    score.require_version(trajectory.oldest_version)
+    num_tokens = len(trajectory.token_ids)
+    weights = np.full(num_tokens, np.nan)
+    mask = np.zeros(num_tokens, dtype=bool)
+    is_stopped = np.zeros(num_tokens, dtype=bool)
+    ratios: list[FloatArray] = []
+    for scored in score.spans:
+        span = trajectory.spans[scored.span_index]
+        here = slice(span.start, span.end)
+        units = align(
+            byte_ends(trajectory.token_ids[here]), np.asarray(scored.byte_ends, dtype=np.int64)
+        )
+        student, teacher = trajectory.rollout_logprobs[here], np.asarray(scored.logprobs)
+        weights[here], mask[here] = opd_weights(
+            student,
+            teacher,
+            units,
+            rule=opd.rule,
+            clip=opd.clip,
+            lookahead=opd.lookahead,
+            stop_after=opd.stop_after,
+            discount=opd.discount,
+        )
+        is_stopped[here] = stopped(student, teacher, units, stop_after=opd.stop_after)
+        ratios.append(unit_log_ratios(student, teacher, units))
+    return TokenCredit(weights, mask, is_stopped, np.concatenate([np.zeros(0), *ratios]))
+
+
+def build_batch(
+    groups: Sequence[ScoredGroup],
+    config: RunConfig,
+    byte_ends: SpanByteEnds,
+    *,
+    policy_version: int,
+) -> BuiltBatch:
+    """Build the batch of one step.
+
+    Harness faults are left out and counted. A trajectory without a score keeps its group
+    advantage, also counted; too many of them fail the step.
+
+    Raises:
+        TeacherDropFractionError: more than ``teacher.max_drop_fraction`` lack a score.
+        AlignmentError, StaleScoreError: see `credit_trajectory`.
+    """
+    everyone = [member for group in groups for member in group.members]
+    members = [member for member in everyone if member.trajectory.is_trainable]
+    metrics = _rollout_metrics(everyone, members)
+    metrics["num_groups"] = float(len(groups))
+    if not members:
+        return BuiltBatch(None, metrics)
+    advantage = _group_advantage(members, config, metrics)
+    credits = _credits(members, config, byte_ends, metrics)
+    return BuiltBatch(_pack(members, advantage, credits, config, policy_version, metrics), metrics)
+
+
+def _group_advantage(
+    members: Sequence[ScoredTrajectory], config: RunConfig, metrics: dict[str, float]
+) -> FloatArray:
+    """[B] advantage by reward; 0 under an objective that leaves rewards out."""
+    rewards = [m.trajectory.reward for m in members]
+    group_ids = [m.trajectory.group_id for m in members]
+    flat = zero_variance_groups(rewards, group_ids)
+    metrics["num_zero_variance_groups"] = float(
+        len({g for g, is_flat in zip(group_ids, flat, strict=True) if is_flat})
+    )
+    if not config.uses_group_advantage:
+        return np.zeros(len(members))
+    return group_advantages(
+        rewards,
+        group_ids,
+        normalize_std=config.grpo.normalize_std,
+        std_floor=config.grpo.std_floor,
+    )
+
+
+def _credits(
+    members: Sequence[ScoredTrajectory],
+    config: RunConfig,
+    byte_ends: SpanByteEnds,
+    metrics: dict[str, float],
+) -> list[TokenCredit]:
+    """OPD credit of every member; without a score nothing is credited (and never guessed)."""
+    credits: list[TokenCredit] = []
+    num_scored = 0
+    for member in members:
+        if config.opd is not None and isinstance(member.teacher, TeacherScore):
+            credits.append(
+                credit_trajectory(member.trajectory, member.teacher, byte_ends, config.opd)
+            )
+            num_scored += 1
+        else:
+            size = len(member.trajectory.token_ids)
+            nothing = np.zeros(size, dtype=bool)
+            credits.append(TokenCredit(np.full(size, np.nan), nothing, nothing, np.zeros(0)))
+    if config.uses_teacher and config.teacher is not None:
+        dropped = len(members) - num_scored
+        metrics["teacher_dropped"] = float(dropped)
+        metrics["teacher_scored_fraction"] = num_scored / len(members)
+        if dropped > config.teacher.max_drop_fraction * len(members):
+            raise TeacherDropFractionError(_drop_message(members, dropped, config))
+    return credits
+
+
+def _drop_message(members: Sequence[ScoredTrajectory], dropped: int, config: RunConfig) -> str:
+    refusals = [m.teacher for m in members if isinstance(m.teacher, TeacherRefusal)]
+    reasons = sorted({f"{r.reason}: {r.detail}" for r in refusals})
+    limit = config.teacher.max_drop_fraction if config.teacher else 0.0
+    return (
+        f"{dropped} of {len(members)} trajectories have no teacher score, more than "
+        f"teacher.max_drop_fraction = {limit} allows; the teacher said: "
+        f"{'; '.join(reasons[:3]) or 'nothing'}. Mend the teacher, then `miniverl-dist resume`"
+    )
+
+
+def _pack(
+    members: Sequence[ScoredTrajectory],
+    group_advantage: FloatArray,
+    credits: Sequence[TokenCredit],
+    config: RunConfig,
+    policy_version: int,
+    metrics: dict[str, float],
+) -> TrainBatch:
+    """Lay the sequences end to end, each cut behind its last trainable token."""
+    masks = [np.asarray(m.trajectory.loss_mask, dtype=bool) for m in members]
+    cuts = [int(np.flatnonzero(mask)[-1]) + 1 for mask in masks]
+    starts = sequence_starts(cuts)
+    ids = sequence_ids(starts)
+
+    def cut(arrays: Sequence[Any]) -> NDArray[Any]:
+        return np.concatenate([array[:n] for array, n in zip(arrays, cuts, strict=True)])
+
+    loss_mask = cut(masks)
+    weights, scored = cut([c.weights for c in credits]), cut([c.mask for c in credits])
+    scored &= loss_mask
+    advantages = _token_advantages(
+        group_advantage,
+        weights,
+        scored,
+        cut([c.is_stopped for c in credits]),
+        ids,
+        config,
+        loss_mask,
+    )
+    trained_advantage = group_advantage[ids][loss_mask]
+    metrics["group_advantage_abs_mean"] = float(np.abs(trained_advantage).mean())
+    _credit_metrics(metrics, credits, weights[scored], advantages[loss_mask], config)
+    steps = split_minibatches(len(members), config.loop.num_minibatches)
+    num_steps = int(steps.max()) + 1
+    return TrainBatch(
+        token_ids=cut([np.asarray(m.trajectory.token_ids, dtype=np.int64) for m in members]),
+        sequence_starts=starts,
+        loss_mask=loss_mask,
+        advantages=advantages,
+        rollout_logprobs=cut([m.trajectory.rollout_logprobs for m in members]),
+        group_ids=tuple(m.trajectory.group_id for m in members),
+        minibatch_ids=steps,
+        num_loss_tokens=tuple(int(loss_mask[steps[ids] == k].sum()) for k in range(num_steps)),
+        num_sequences=tuple(int((steps == k).sum()) for k in range(num_steps)),
+        policy_version=policy_version,
+        temperature=config.rollout.temperature,
+        metrics=metrics,
+    )
+
+
+def _token_advantages(
+    group_advantage: FloatArray,
+    weights: FloatArray,
+    scored: BoolArray,
+    is_stopped: BoolArray,
+    ids: IntArray,
+    config: RunConfig,
+    loss_mask: BoolArray,
+) -> FloatArray:
+    """[N] the one place where the teacher's term meets the reward's."""
+    opd = config.opd
+    if opd is None:
+        return token_advantages(
+            group_advantage, weights, scored, ids, opd_coef=0.0, loss_mask=loss_mask
+        )
+    signed = weights * opd.sign
+    baseline = None
+    if opd.baseline == "leave_one_out":
+        baseline = leave_one_out(signed, scored & ~is_stopped, ids)
+    return token_advantages(
+        group_advantage,
+        signed,
+        scored,
+        ids,
+        opd_coef=opd.coef,
+        baseline=baseline,
+        loss_mask=loss_mask,
+    )
+
+
+def _rollout_metrics(
+    everyone: Sequence[ScoredTrajectory], members: Sequence[ScoredTrajectory]
+) -> dict[str, float]:
+    metrics = {
+        "num_trajectories": float(len(members)),
+        "num_harness_faults": float(
+            sum(m.trajectory.termination in HARNESS_TERMINATIONS for m in everyone)
+        ),
+    }
+    if not members:
+        return metrics
+    trajectories = [m.trajectory for m in members]
+    rewards = np.array([t.reward for t in trajectories])
+    metrics["reward_mean"], metrics["reward_std"] = float(rewards.mean()), float(rewards.std())
+    metrics["pass_rate"] = float(np.mean([t.passed for t in trajectories]))
+    metrics["calls_per_trajectory"] = float(np.mean([len(t.tool_calls) for t in trajectories]))
+    metrics["response_tokens_mean"] = float(np.mean([sum(t.loss_mask) for t in trajectories]))
+    metrics["rollout_tokens"] = float(sum(sum(t.loss_mask) for t in trajectories))
+    for name, part in (
+        ("partial_mean", "mean_partial"),
+        ("first_call_mean", "first_call"),
+        ("exec_mean", "exec_score"),
+    ):
+        values = [t.reward_parts[part] for t in trajectories if part in t.reward_parts]
+        if values:
+            metrics[name] = float(np.mean(values))
+    return metrics
+
+
+def _credit_metrics(
+    metrics: dict[str, float],
+    credits: Sequence[TokenCredit],
+    weights: FloatArray,
+    advantages: FloatArray,
+    config: RunConfig,
+) -> None:
+    metrics["num_loss_tokens"] = float(len(advantages))
+    metrics["advantage_abs_mean"] = float(np.abs(advantages).mean())
+    ratios = np.concatenate([c.reverse_kl for c in credits])
+    if config.opd is None or not len(ratios) or not len(weights):
+        return
+    metrics["opd_weight_mean"] = float(weights.mean())
+    metrics["opd_weight_abs_mean"] = float(np.abs(weights).mean())
+    metrics["opd_stopped_fraction"] = sum(int(c.is_stopped.sum()) for c in credits) / len(weights)
+    metrics["reverse_kl_mean"] = float(ratios.sum() / len(weights))
+    if config.opd.clip is not None:
+        metrics["opd_clip_fraction"] = float(np.mean(np.abs(weights) >= config.opd.clip))

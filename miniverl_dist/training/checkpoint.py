@@ -1,0 +1,169 @@
+"""Commit: weights, optimizer and run state under one manifest, or nothing.
+
+A checkpoint is a folder whose ``checkpoint.json`` names every file with size and SHA-256. The
+folder is written under a temporary name, made durable, and renamed; the manifest is its last file.
+What has no valid manifest is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from miniverl_dist.errors import CheckpointError, ChecksumError
+from miniverl_dist.observability.run_dir import CHECKPOINT_MARKER, sync_folder, write_atomic
+from miniverl_dist.schemas.run_state import CheckpointFile, CheckpointManifest, RunState
+
+FORMAT_VERSION = 1
+_TEMPORARY_PREFIX = ".incomplete-"
+
+
+async def commit(
+    folder: Path, name: str, state: RunState, save: Callable[[Path], Awaitable[None]]
+) -> Path:
+    """Write checkpoint ``name`` below ``folder``; all or nothing.
+
+    Args:
+        folder: The run's ``checkpoints`` folder.
+        name: Folder name of the checkpoint; one that stands already is replaced.
+        state: What the manifest carries.
+        save: Writes weights and optimizer below the path it is given.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; former checkpoints are intact.
+    """
+    temporary = folder / f"{_TEMPORARY_PREFIX}{name}"
+    try:
+        _start_afresh(temporary)
+        await save(temporary)
+        return _complete(temporary, folder / name, state)
+    except (OSError, CheckpointError) as error:
+        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        raise CheckpointError(
+            f"checkpoint {name} was not written: {'the disk is full' if is_full else error}; "
+            f"former checkpoints in {folder.name}/ are intact. Free space, then "
+            "`miniverl-dist resume`"
+        ) from error
+    finally:
+        # Renamed by now, or of no use: what is left would go on filling the disk.
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _start_afresh(temporary: Path) -> None:
+    discard_incomplete(temporary.parent)
+    temporary.mkdir(parents=True)
+
+
+def _complete(temporary: Path, target: Path, state: RunState) -> Path:
+    """Describe what was saved, write the manifest last, and give the folder its name."""
+    files = tuple(_describe(path, temporary) for path in _files(temporary))
+    manifest = CheckpointManifest(
+        format_version=FORMAT_VERSION, name=target.name, state=state, files=files
+    )
+    write_atomic(
+        temporary / CHECKPOINT_MARKER, manifest.model_dump_json(indent=2).encode(), CheckpointError
+    )
+    if target.exists():
+        shutil.rmtree(target)
+    temporary.rename(target)
+    sync_folder(target.parent)
+    return target
+
+
+def discard_incomplete(folder: Path) -> None:
+    """Remove what a commit that was killed left behind."""
+    for path in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first (by committed step)."""
+    found = [path.parent for path in folder.glob(f"*/{CHECKPOINT_MARKER}")]
+    return sorted(
+        (path for path in found if not path.name.startswith(_TEMPORARY_PREFIX)),
+        key=lambda path: (read_manifest(path).state.step, path.name),
+    )
+
+
+def prune(folder: Path, keep: int) -> list[str]:
+    """Remove all but the newest ``keep`` checkpoints; returns the names removed."""
+    doomed = list_checkpoints(folder)[:-keep]
+    for path in doomed:
+        shutil.rmtree(path)
+    return [path.name for path in doomed]
+
+
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
+    """The manifest, without looking at the files.
+
+    Raises:
+        CheckpointError: missing, damaged, or of another format.
+        ChecksumError: it differs from its own checksum.
+    """
+    path = checkpoint / CHECKPOINT_MARKER
+    try:
+        manifest = CheckpointManifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{checkpoint.name} has no {CHECKPOINT_MARKER}: it was never completed; use another one"
+        ) from error
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{checkpoint.name}/{CHECKPOINT_MARKER} is damaged: {error.errors()[0]['msg']}"
+        ) from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{checkpoint.name} has format {manifest.format_version}, expected {FORMAT_VERSION}"
+        )
+    return manifest
+
+
+def verify(checkpoint: Path) -> CheckpointManifest:
+    """Read the manifest and check every file against it.
+
+    Raises:
+        CheckpointError: a file is missing, or one stands there that the manifest does not name.
+        ChecksumError: a file differs from its checksum.
+    """
+    manifest = read_manifest(checkpoint)
+    found = {_relative(path, checkpoint) for path in _files(checkpoint)} - {CHECKPOINT_MARKER}
+    expected = {file.path for file in manifest.files}
+    if found != expected:
+        raise CheckpointError(
+            f"{checkpoint.name}: missing files {sorted(expected - found)}, "
+            f"unknown files {sorted(found - expected)}"
+        )
+    for file in manifest.files:
+        actual = _describe(checkpoint / file.path, checkpoint)
+        if actual != file:
+            raise ChecksumError(
+                f"{checkpoint.name}/{file.path}: SHA-256 {actual.sha256[:12]} and "
+                f"{actual.num_bytes} bytes, expected {file.sha256[:12]} and {file.num_bytes}; "
+                "the file is damaged, use another checkpoint"
+            )
+    return manifest
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _describe(path: Path, folder: Path) -> CheckpointFile:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+        os.fsync(file.fileno())
+    return CheckpointFile(
+        path=_relative(path, folder), num_bytes=path.stat().st_size, sha256=digest.hexdigest()
+    )

@@ -1,0 +1,328 @@
+"""The training loop. It knows ports only; this picture is the whole of it.
+
+    workers  consume: slots (freed by `release`)          produce: scored groups in FIFO places
+             play `group_size` episodes, score each as it ends, put the group
+    trainer  consumes: `num_groups` groups in FIFO order  produces: weights, commits, records
+             take -> build batch (align, credit, advantage, pack) -> update -> publish
+                  -> advance curriculum -> release slots -> commit and evaluate when due
+
+Waits: the trainer for groups (`deadlines.take_s`), for the update and for every engine's
+confirmation; workers for slots, engines and the teacher. Who frees whom: a publish frees slots, a
+slot frees a worker, a put frees the trainer. With ``max_policy_lag = 0`` they take turns.
+
+A batch is journalled before its update. After a crash the run goes on from the last commit and
+trains on the journalled batches again, without sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from miniverl_dist.config.models import RunConfig
+from miniverl_dist.errors import DeadlineError, EmptyBatchError
+from miniverl_dist.observability.events import Event
+from miniverl_dist.observability.run_dir import CHECKPOINTS
+from miniverl_dist.ports import (
+    Clock,
+    Curriculum,
+    RolloutSource,
+    ScoredGroup,
+    StudentPool,
+    TeacherScorer,
+    WeightStore,
+)
+from miniverl_dist.schemas.batch import SftBatch, TrainBatch, UpdateResult
+from miniverl_dist.schemas.run_state import RunState
+from miniverl_dist.training import checkpoint
+from miniverl_dist.training.batch_builder import SpanByteEnds, build_batch
+from miniverl_dist.training.buffer import BufferSizes, GroupBuffer
+from miniverl_dist.training.evaluator import Evaluator
+from miniverl_dist.training.journal import Journal
+from miniverl_dist.training.recorder import Recorder
+from miniverl_dist.training.sft import run_sft
+from miniverl_dist.training.workers import RolloutWorkers
+
+
+@dataclass(frozen=True)
+class TrainerPorts:
+    """The world, as the loop sees it."""
+
+    students: StudentPool
+    weights: WeightStore
+    rollouts: RolloutSource
+    teacher: TeacherScorer | None
+    curriculum: Curriculum
+    clock: Clock
+    byte_ends: SpanByteEnds
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended."""
+
+    step: int
+    policy_version: int
+    is_finished: bool
+    """False when it was asked to stop before its last step."""
+
+
+class Trainer:
+    """One run: prepare or resume, replay, train, finish."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ports: TrainerPorts,
+        evaluator: Evaluator,
+        recorder: Recorder,
+        *,
+        config_digest: str,
+        warmup: Iterator[SftBatch] | None = None,
+    ) -> None:
+        self._config, self._ports = config, ports
+        self._evaluator, self._recorder = evaluator, recorder
+        self._digest, self._warmup = config_digest, warmup
+        self._journal = Journal(recorder.run.path / "journal")
+        self._buffer: GroupBuffer | None = None
+        self._step = 0
+        self._next_ticket = 0
+        self._num_publishes = 0
+        self._num_empty = 0
+        self._committed_step: int | None = None
+        self._stop = asyncio.Event()
+
+    def request_stop(self) -> None:
+        """End in order: finish or abandon the step, commit, leave. Safe in a signal handler."""
+        self._stop.set()
+
+    async def run(self, resume_from: Path | None = None) -> RunSummary:
+        """Train to the last step, or until a stop is requested."""
+        if resume_from is None:
+            await self._prepare()
+        else:
+            await self._restore(resume_from)
+            await self._replay()
+        await self._evaluator.student_if_due(self._step, self._ports.students.policy_version)
+        self._buffer = buffer = self._open_buffer()
+        workers = RolloutWorkers(
+            buffer,
+            self._ports.rollouts,
+            self._ports.teacher if self._config.uses_teacher else None,
+            self._config,
+            self._recorder,
+            self._ports.clock,
+        )
+        async with workers.running():
+            while not self._is_done:
+                groups = await self._take(buffer)
+                if groups is None:
+                    break
+                await self._train_on(groups)
+        return await self._finish()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._step >= self._config.loop.num_steps or self._stop.is_set()
+
+    async def _train_on(self, groups: Sequence[ScoredGroup], *, is_replay: bool = False) -> None:
+        """One step, from scored groups to confirmed weights and a record."""
+        started = self._ports.clock.now()
+        lags = [self._buffer.lag(group) for group in groups] if self._buffer else [0]
+        version = self._ports.students.policy_version
+        with self._recorder.timed("seconds_build"):
+            built = build_batch(groups, self._config, self._ports.byte_ends, policy_version=version)
+        self._next_ticket = groups[-1].assignment.ticket + 1
+        if built.batch is None:
+            self._skip_empty(built.metrics)
+            return
+        self._num_empty = 0
+        if not is_replay:
+            self._journal.write(self._step, groups)
+        with self._recorder.timed("seconds_update"):
+            result = await self._update(built.batch)
+        with self._recorder.timed("seconds_publish"):
+            await self._publish()
+        self._ports.curriculum.advance(groups)
+        self._step += 1
+        self._record(groups, built.metrics, result, lags, self._ports.clock.now() - started)
+        if self._buffer is not None:
+            self._buffer.release(self._num_publishes, trained=True)
+        if self._step % self._config.checkpoint.every_n_steps == 0:
+            await self._commit()
+        await self._evaluator.student_if_due(self._step, result.policy_version)
+
+    async def _take(self, buffer: GroupBuffer) -> list[ScoredGroup] | None:
+        """The next groups, or None when a stop comes first."""
+        taking = asyncio.ensure_future(buffer.take(self._config.loop.num_groups))
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            with self._recorder.timed("seconds_take"):
+                # Waits for the workers, or for a stop; bounded by the buffer's own deadline.
+                await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return taking.result() if taking.done() else None
+        finally:
+            taking.cancel()
+            stopping.cancel()
+
+    async def _update(self, batch: TrainBatch) -> UpdateResult:
+        deadline = self._config.deadlines.update_s
+        try:
+            # Waits for every rank; they commit together or not at all.
+            return await asyncio.wait_for(self._ports.students.update(batch), deadline)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"step {self._step}: the update took longer than {deadline} s (deadlines.update_s)"
+            ) from error
+
+    async def _publish(self) -> None:
+        """Bring the current weights to every engine; counts only when confirmed."""
+        receipt = await self._ports.weights.publish(await self._ports.students.snapshot())
+        if self._buffer is not None:
+            self._buffer.note_publish(receipt.policy_version)
+        self._num_publishes += 1
+        self._recorder.event(
+            Event.WEIGHTS_PUBLISHED,
+            policy_version=receipt.policy_version,
+            checksum=receipt.checksum,
+            engines=list(receipt.engines),
+        )
+
+    def _skip_empty(self, metrics: dict[str, float]) -> None:
+        """A batch without one trainable token: replaced by the next, but not for ever."""
+        self._num_empty += 1
+        self._recorder.count("empty_batches")
+        self._recorder.event(Event.BATCH_EMPTY, in_a_row=self._num_empty, **metrics)
+        if self._num_empty >= self._config.loop.max_empty_batches:
+            raise EmptyBatchError(
+                f"{self._num_empty} batches in a row had nothing to train on "
+                f"({metrics['num_harness_faults']:.0f} harness faults in the last one): see "
+                "events.jsonl for their reasons"
+            )
+        if self._buffer is not None:
+            self._buffer.release(self._num_publishes, trained=False)
+
+    def _record(
+        self,
+        groups: Sequence[ScoredGroup],
+        built: dict[str, float],
+        result: UpdateResult,
+        lags: Sequence[int],
+        seconds: float,
+    ) -> None:
+        metrics = {
+            **built,
+            **result.metrics,
+            **self._ports.curriculum.summary(),
+            "step": self._step,
+            "policy_version": result.policy_version,
+            "num_optimizer_steps": result.num_optimizer_steps,
+            "policy_lag_mean": sum(lags) / len(lags),
+            "policy_lag_max": max(lags),
+            "num_refilled_groups": self._buffer.counters.refilled if self._buffer else 0,
+            "seconds_step": seconds,
+        }
+        self._recorder.groups(groups)
+        self._recorder.step(metrics)
+        self._recorder.event(Event.STEP_FINISHED, step=self._step, version=result.policy_version)
+        if built["calls_per_trajectory"] == 0:
+            self._recorder.event(
+                Event.ALARM, what="no trajectory of this step made a call", step=self._step
+            )
+
+    async def _prepare(self) -> None:
+        """A fresh run: baselines, warm-up, first publish, first commit."""
+        self._recorder.event(Event.RUN_STARTED, policy=self._config.policy_label)
+        await self._publish()
+        await self._evaluator.baselines()
+        if self._warmup is not None and self._config.student.warmup is not None:
+            self._recorder.progress.phase("warm-up (supervised, on scripted traces)")
+            await run_sft(
+                self._warmup,
+                self._ports.students.sft_update,
+                self._config.student.warmup.learning_rate,
+                lambda step, metrics: self._recorder.event(Event.WARMUP_STEP, step=step, **metrics),
+            )
+        await self._ports.students.finish_warmup()
+        if self._warmup is not None:
+            await self._publish()
+            self._recorder.event(Event.WARMUP_FINISHED)
+            await self._evaluator.student("warm", self._ports.students.policy_version)
+        await self._commit()
+
+    async def _restore(self, folder: Path) -> None:
+        """Take up a commit: weights, optimizer, curriculum, records."""
+        state = checkpoint.verify(folder).state
+        await self._ports.students.load(folder, state.policy_version)
+        self._ports.curriculum.restore(state.curriculum)
+        self._recorder.run.truncate(state.file_positions)
+        self._recorder.counters.update(state.counters)
+        self._step = self._committed_step = state.step
+        self._next_ticket, self._num_publishes = state.next_ticket, state.num_publishes
+        self._recorder.event(Event.RESUMED, checkpoint=folder.name, step=state.step)
+        await self._publish()
+        self._num_publishes = state.num_publishes
+
+    async def _replay(self) -> None:
+        """Train again on batches that were journalled behind the last commit."""
+        while not self._is_done and (groups := self._journal.read(self._step)) is not None:
+            await self._train_on(groups, is_replay=True)
+            self._recorder.event(Event.REPLAYED_STEP, step=self._step)
+
+    def _open_buffer(self) -> GroupBuffer:
+        loop, grpo = self._config.loop, self._config.grpo
+        self._recorder.progress.phase("training", total=loop.num_steps)
+        return GroupBuffer(
+            self._ports.curriculum,
+            BufferSizes(
+                loop.num_groups,
+                loop.max_policy_lag,
+                grpo.max_refills,
+                self._config.deadlines.take_s,
+            ),
+            next_ticket=self._next_ticket,
+            num_tickets=self._next_ticket + (loop.num_steps - self._step) * loop.num_groups,
+            num_publishes=self._num_publishes,
+            publish_of_version={self._ports.students.policy_version: self._num_publishes},
+            on_drop=lambda assignment, reason: self._recorder.event(
+                Event.GROUP_DROPPED, group_id=assignment.group_id, reason=reason
+            ),
+        )
+
+    async def _commit(self) -> None:
+        """Weights, optimizer and state under one manifest; then the journal may go."""
+        folder = self._recorder.run.path / CHECKPOINTS
+        state = RunState(
+            step=self._step,
+            policy_version=self._ports.students.policy_version,
+            num_publishes=self._num_publishes,
+            next_ticket=self._next_ticket,
+            curriculum=self._ports.curriculum.state(),
+            counters=dict(self._recorder.counters),
+            file_positions=self._recorder.positions(),
+            config_digest=self._digest,
+            seed=self._config.seed,
+            warmup_done=True,
+        )
+        with self._recorder.timed("seconds_commit"):
+            await checkpoint.commit(
+                folder, f"step-{self._step:06d}", state, self._ports.students.save
+            )
+        self._committed_step = self._step
+        self._journal.clear()
+        checkpoint.prune(folder, self._config.checkpoint.keep)
+        self._recorder.event(Event.CHECKPOINT_COMMITTED, step=self._step)
+
+    async def _finish(self) -> RunSummary:
+        """Commit what is not, evaluate a finished run, say how it ended."""
+        is_finished = self._step >= self._config.loop.num_steps
+        if self._committed_step != self._step:
+            await self._commit()
+        version = self._ports.students.policy_version
+        if is_finished:
+            await self._evaluator.after(version)
+        event = Event.RUN_FINISHED if is_finished else Event.STOPPED
+        self._recorder.event(event, step=self._step, policy_version=version)
+        return RunSummary(self._step, version, is_finished)

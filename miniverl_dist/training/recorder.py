@@ -1,0 +1,81 @@
+"""What the loop leaves behind: events, metrics, trajectories, counters, progress."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from miniverl_dist.observability.events import Event, EventLog
+from miniverl_dist.observability.metrics import MetricsWriter
+from miniverl_dist.observability.progress import Progress
+from miniverl_dist.observability.run_dir import RecordFile, RunDirectory
+from miniverl_dist.ports import Clock, ScoredGroup
+from miniverl_dist.schemas.trajectory import Trajectory
+
+COMMITTED_FILES = (RecordFile.METRICS, RecordFile.TRAJECTORIES)
+"""Records that belong to a commit: resuming cuts them back to it and writes on from there."""
+
+
+class Recorder:
+    """The one place that writes a run's records."""
+
+    def __init__(self, run: RunDirectory, progress: Progress, clock: Clock) -> None:
+        self.run, self.progress, self._clock = run, progress, clock
+        self._events, self._metrics = EventLog(run), MetricsWriter(run)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.counters: Counter[str] = Counter()
+
+    def event(self, event: Event, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
+        """Write an event line."""
+        self._events.emit(event, **fields)
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Raise a counter that lives in RunState."""
+        self.counters[name] += by
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Add to a time that the next step record reports."""
+        self._seconds[name] += seconds
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to a time that the next step record reports."""
+        started = self._clock.now()
+        try:
+            yield
+        finally:
+            self.add_seconds(name, self._clock.now() - started)
+
+    def step(self, metrics: dict[str, float | int]) -> None:
+        """Write the step's line with the times added up since the last one."""
+        line = metrics | self._seconds | {"peak_rss_bytes": peak_rss_bytes()}
+        self._seconds.clear()
+        self._metrics.write(line)
+        self.progress.step(line)
+
+    def groups(self, groups: Sequence[ScoredGroup]) -> None:
+        """Write the trajectories of a trained batch."""
+        for group in groups:
+            for member in group.members:
+                self.run.append(RecordFile.TRAJECTORIES, member)
+
+    def evaluation_trajectory(self, tag: str, policy: str, trajectory: Trajectory) -> None:
+        """Write one evaluation episode."""
+        self.run.append(
+            RecordFile.EVAL_TRAJECTORIES,
+            {"tag": tag, "policy": policy, "trajectory": trajectory.model_dump(mode="json")},
+        )
+
+    def positions(self) -> dict[str, int]:
+        """Bytes of the committed records so far."""
+        return self.run.positions(COMMITTED_FILES)
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
