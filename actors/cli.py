@@ -1,0 +1,305 @@
+"""The command line. Each command imports what it needs when it runs: `--help` stays light."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from miniverl_dist.errors import ConfigError, MiniverlError
+
+if TYPE_CHECKING:
+    from miniverl_dist.config.load import LoadedConfig
+    from miniverl_dist.observability.progress import Progress
+    from miniverl_dist.training.loop import RunSummary
+
+RUNS: Final = Path("runs")
+EXIT_PROBLEM: Final = 1
+EXIT_ERROR: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+class Policy(StrEnum):
+    """Who is evaluated."""
+
+    STUDENT = "student"
+    TEACHER = "teacher"
+    NULL = "null"
+    ORACLE = "oracle"
+
+
+class Form(StrEnum):
+    """How much of a config is shown."""
+
+    VALIDATED = "validated"
+    RESOLVED = "resolved"
+
+
+class Commands(TyperGroup):
+    """Turns our errors into one line and exit code 2; any other exception stays a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own click has no public name
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except MiniverlError as error:
+            typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+            raise SystemExit(EXIT_ERROR) from None
+        except KeyboardInterrupt:
+            raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="miniverl-dist",
+    help="Train tool-using language models: GRPO and cross-tokenizer on-policy distillation.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe (YAML).")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--override", metavar="KEY=VALUE", help="For instance optim.lr=3e-6."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    override: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="New run directory; default runs/NAME, or NAME-2, …")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start a run."""
+    loaded = _load(config, override)
+    folder = run_dir or _free_folder(loaded.config.name)
+    from actors import launch
+
+    with _progress(as_json) as progress:
+        progress.message(f"run directory: {folder}")
+        summary = launch.train(loaded, run_dir=folder, progress=progress)
+    _show_run(folder, summary, as_json=as_json)
+
+
+@app.command()
+def resume(run: RunFolder, as_json: AsJson = False) -> None:
+    """Continue a run from its last commit."""
+    from actors import launch
+
+    with _progress(as_json) as progress:
+        summary = launch.resume(run, progress=progress)
+    _show_run(run, summary, as_json=as_json)
+
+
+@app.command("eval")
+def evaluate(
+    source: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="Recipe or run directory.")],
+    policy: Annotated[list[Policy], typer.Option(help="May be given several times.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="The student's weights; default for a RUN: its newest checkpoint."),
+    ] = None,
+    tail_calls: Annotated[
+        int | None, typer.Option(min=1, help="T, the calls left to the policy.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where rows go; default RUN, or runs/NAME-eval.")
+    ] = None,
+    override: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate policies on the evaluation tasks of a recipe or run."""
+    loaded, newest, default_output = _evaluation_source(source, override)
+    if Policy.STUDENT in policy and checkpoint is None:
+        checkpoint = newest
+    folder = output or default_output
+    from actors import launch
+
+    with _progress(as_json) as progress:
+        report = launch.evaluate(
+            loaded,
+            policies=tuple(dict.fromkeys(item.value for item in policy)),
+            checkpoint=checkpoint,
+            tail_calls=tail_calls,
+            output=folder,
+            progress=progress,
+        )
+    if as_json:
+        typer.echo(report.model_dump_json())
+        return
+    from actors.inspection import aligned
+    from miniverl_dist.reporting.evaluation import TABLE_HEAD, table_rows
+
+    typer.echo("\n".join(aligned([TABLE_HEAD, *table_rows(report)])))
+    typer.echo(f"written to {folder}")
+
+
+@app.command()
+def validate(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="PATH...", help="Recipes, runs, checkpoints, record files."),
+    ],
+) -> None:
+    """Check recipes, run directories, checkpoints and record files, line by line."""
+    from actors.validation import validate_path
+
+    failed = False
+    for path in paths:
+        try:
+            typer.echo(f"ok: {path}: {validate_path(path)}")
+        except MiniverlError as error:
+            failed = True
+            typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+    if failed:
+        raise SystemExit(EXIT_ERROR)
+
+
+@app.command("show-config")
+def show_config(
+    config: ConfigFile,
+    override: Overrides = None,
+    form: Annotated[
+        Form, typer.Option(help="validated: as written and merged; resolved: with all defaults.")
+    ] = Form.RESOLVED,
+) -> None:
+    """Print a recipe after `extends`, overrides and checks."""
+    loaded = _load(config, override)
+    text = loaded.resolved_yaml() if form is Form.RESOLVED else loaded.validated_yaml()
+    typer.echo(text, nl=False)
+
+
+@app.command()
+def inspect(
+    run: RunFolder,
+    step: Annotated[int | None, typer.Option(help="Every metric and event of one step.")] = None,
+    trajectory: Annotated[str | None, typer.Option(help="One episode by its id.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run's state, one step, or one episode."""
+    from actors.inspection import run_view, step_view, trajectory_view
+
+    if step is not None and trajectory is not None:
+        raise ConfigError("inspect: give either --step or --trajectory, found both")
+    if trajectory is not None:
+        view = trajectory_view(run, trajectory)
+    else:
+        view = run_view(run) if step is None else step_view(run, step)
+    typer.echo(json.dumps(view.data, ensure_ascii=False) if as_json else view.text)
+
+
+@app.command()
+def report(
+    run: RunFolder,
+    compare: Annotated[
+        list[Path] | None, typer.Option(help="Another run to overlay; may be repeated.")
+    ] = None,
+) -> None:
+    """Write summary.md and report.html into a run directory."""
+    from miniverl_dist.reporting.report import write_report
+
+    written = write_report(run, compare or [])
+    for note in written.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"wrote {written.summary} and {written.page}")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine has and lacks; exit code 1 if the local loop cannot run."""
+    from actors.doctor import Status, run_checks
+
+    checks = run_checks()
+    if as_json:
+        typer.echo(json.dumps([check.as_json() for check in checks], ensure_ascii=False))
+    else:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            remedy = f"  ->  {check.remedy}" if check.remedy else ""
+            typer.echo(f"{check.status.value:<8} {check.name:<{width}}  {check.found}{remedy}")
+    if any(check.status is Status.MISSING for check in checks):
+        raise SystemExit(EXIT_PROBLEM)
+
+
+def _load(config: Path, override: list[str] | None) -> LoadedConfig:
+    from miniverl_dist.config.load import load_config
+
+    return load_config(config, override or [])
+
+
+def _free_folder(name: str) -> Path:
+    """``runs/<name>``, or the first ``runs/<name>-<n>`` that does not exist yet."""
+    folder, number = RUNS / name, 1
+    while folder.exists():
+        number += 1
+        folder = RUNS / f"{name}-{number}"
+    return folder
+
+
+def _evaluation_source(
+    source: Path, override: list[str] | None
+) -> tuple[LoadedConfig, Path | None, Path]:
+    """Config, newest checkpoint (None without one) and folder for the rows."""
+    if not source.is_dir():
+        loaded = _load(source, override)
+        return loaded, None, _free_folder(f"{loaded.config.name}-eval")
+    if override:
+        raise ConfigError("overrides apply to a recipe; a run keeps the config it started with")
+    from miniverl_dist.config.load import load_run_config
+    from miniverl_dist.observability.run_dir import CHECKPOINTS
+    from miniverl_dist.training.checkpoint import list_checkpoints
+
+    loaded = load_run_config(source)
+    checkpoints = list_checkpoints(source / CHECKPOINTS)
+    return loaded, checkpoints[-1] if checkpoints else None, source
+
+
+@contextmanager
+def _progress(as_json: bool) -> Iterator[Progress]:
+    from miniverl_dist.observability.progress import JsonProgress, progress_for
+
+    progress = JsonProgress(sys.stdout) if as_json else progress_for(sys.stderr)
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+def _show_run(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
+    from miniverl_dist.reporting.report import write_report
+
+    written = write_report(folder)
+    if as_json:
+        result = {
+            "run_dir": os.fspath(folder),
+            "step": summary.step,
+            "policy_version": summary.policy_version,
+            "is_finished": summary.is_finished,
+        }
+        typer.echo(json.dumps({"result": result}))
+        return
+    word = "finished" if summary.is_finished else f"stopped (miniverl-dist resume {folder})"
+    typer.echo(f"{word} after step {summary.step}; see {written.summary} and {written.page}")
+
+
+def main() -> None:
+    """Entry point of `miniverl-dist`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

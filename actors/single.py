@@ -1,0 +1,262 @@
+"""The in-process runtime: every part of a run in one plain object.
+
+The same class will be one Ray actor; it knows nothing of either. Torch is imported when a part
+that needs it is built, so that commands which only read a run stay light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from actors.sources import EvaluationSources
+from actors.student_pool import InProcessStudentPool
+from actors.student_side import (
+    STUDENT_VOCABULARY_FILE,
+    WRITE_CALLS,
+    StudentSide,
+    declare_vocabulary,
+    sft_seed,
+    student_examples,
+    student_side,
+    warmup_traces,
+)
+from actors.teacher_side import (
+    TEACHER_VOCABULARY_FILE,
+    fit_teacher,
+    teacher_scorer,
+    teacher_tokenizer,
+)
+from miniverl_dist.alignment.spans import student_byte_ends
+from miniverl_dist.config.load import LoadedConfig
+from miniverl_dist.config.roles import SftConfig
+from miniverl_dist.generate_api.wire import SamplingParams
+from miniverl_dist.observability.clock import SystemClock
+from miniverl_dist.observability.events import Event
+from miniverl_dist.observability.run_dir import EVALUATION
+from miniverl_dist.ports import RolloutSource
+from miniverl_dist.schemas.batch import IntArray, SftBatch
+from miniverl_dist.schemas.evaluation import EvaluationReport
+from miniverl_dist.schemas.seeds import derive_seed
+from miniverl_dist.tokens.load import load_tokenizer
+from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
+from miniverl_dist.tokens.tokenizer import TokenizerLike
+from miniverl_dist.training.evaluate import assignments
+from miniverl_dist.training.evaluator import Evaluator
+from miniverl_dist.training.loop import Trainer, TrainerPorts
+from miniverl_dist.training.recorder import Recorder
+from miniverl_dist.training.sft import sft_batches
+from miniverl_dist.training.weight_sync import DirectWeightStore
+from rollout_server.curriculum import ReverseK
+from rollout_server.engines.base import Engine
+from rollout_server.episode import EpisodePlayer
+from rollout_server.policies import EnginePolicy
+from rollout_server.traces import TraceMaker
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one open run consists of."""
+
+    ports: TrainerPorts
+    evaluator: Evaluator
+
+
+class SingleActor:
+    """Builds the parts of one run around its run directory."""
+
+    def __init__(self, loaded: LoadedConfig, recorder: Recorder) -> None:
+        self._loaded, self._config = loaded, loaded.config
+        self._recorder = recorder
+        self._run_dir: Path = recorder.run.path
+        self._clock = SystemClock()
+
+    async def prepare(self) -> None:
+        """Make what must be there before anything else: vocabularies and the fitted teacher.
+
+        What is there already is left alone, so that a resumed run uses the same.
+        """
+        from actors.student_rank import set_threads
+
+        set_threads(self._config.torch_threads)
+        path = self._run_dir / STUDENT_VOCABULARY_FILE
+        if not path.exists():
+            self._recorder.progress.phase("declaring the student's vocabulary")
+            (await declare_vocabulary(self._config, self._clock)).save(path)
+        teacher = self._config.teacher
+        is_fitted = (self._run_dir / TEACHER_VOCABULARY_FILE).exists()  # written last
+        if teacher is not None and teacher.fit is not None and not is_fitted:
+            await self._fit_teacher(teacher.fit)
+
+    async def _fit_teacher(self, fit: SftConfig) -> None:
+        maker = TraceMaker(
+            self.side.stage,
+            WRITE_CALLS,
+            self._clock,
+            seed=derive_seed(self._config.seed, "teacher"),
+        )
+        traces = await maker.make(
+            self.side.train_ids,
+            max_tail_calls=fit.max_tail_calls,
+            per_task=fit.traces_per_task,
+            noisy_fraction=fit.noisy_fraction,
+        )
+        self._recorder.progress.phase("fitting the toy teacher", fit.num_steps)
+        last: dict[str, float] = {}
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            last.update(metrics)
+            self._recorder.progress.advance(1, f"loss {metrics['loss']:.3f}")
+
+        fit_teacher(self._config, self.side, traces, self._run_dir, on_step)
+        self._recorder.event(Event.TEACHER_FITTED, num_steps=fit.num_steps, **last)
+
+    @cached_property
+    def vocabulary(self) -> SubVocabulary:
+        """The student's declared vocabulary."""
+        base = load_tokenizer(self._config.student.tokenizer)
+        return SubVocabulary.load(self._run_dir / STUDENT_VOCABULARY_FILE, base)
+
+    @cached_property
+    def side(self) -> StudentSide:
+        """The student's half of the run."""
+        return student_side(self._config, self.vocabulary)
+
+    def byte_ends(self, span_token_ids: Sequence[int]) -> IntArray:
+        """[S] byte ends of a sampled span; turn ends count where the teacher has them too."""
+        teacher = self._config.teacher
+        is_native = teacher is not None and teacher.rendering == "native"
+        turn_end = self.side.chat.turn_end_id if is_native else None
+        return student_byte_ends(span_token_ids, self.vocabulary, turn_end)
+
+    @asynccontextmanager
+    async def open(self, *, tail_calls: int | None = None) -> AsyncIterator[Parts]:
+        """Everything behind its port; leaving the block closes engines and sessions.
+
+        Args:
+            tail_calls: Horizon of evaluations instead of the config's.
+        """
+        from actors.student_rank import build_student, toy_engine
+
+        async with AsyncExitStack() as stack:
+            engine = toy_engine(self._config.student.model, self.vocabulary, "toy-0")
+            stack.push_async_callback(engine.close)
+            teacher = None
+            if self._config.uses_teacher and self._config.teacher is not None:
+                teacher = await stack.enter_async_context(
+                    teacher_scorer(self._config.teacher, self.side, self._run_dir, self._clock)
+                )
+            ports = TrainerPorts(
+                students=InProcessStudentPool(build_student(self._config, self.vocabulary)),
+                weights=DirectWeightStore(
+                    [engine],
+                    deadline_s=self._config.deadlines.publish_s,
+                    on_quarantine=lambda name, reason: self._recorder.event(
+                        Event.ENGINE_QUARANTINED, engine=name, reason=reason
+                    ),
+                ),
+                rollouts=self._rollouts(engine),
+                teacher=teacher,
+                curriculum=ReverseK(
+                    self.side.environment.tasks(),
+                    self.side.train_ids,
+                    self._config.curriculum,
+                    seed=self._config.seed,
+                ),
+                clock=self._clock,
+                byte_ends=self.byte_ends,
+            )
+            yield Parts(ports, self._evaluator(engine, tail_calls))
+
+    def _rollouts(self, engine: Engine) -> RolloutSource:
+        rollout = self._config.rollout
+        policy = EnginePolicy(
+            engine,
+            self.side.chat,
+            SamplingParams(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens),
+            other_stop_ids=self.side.other_stop_ids,
+            deadline_s=self._config.deadlines.generate_s,
+        )
+        return EpisodePlayer(self.side.stage, policy, seed=self._config.seed, clock=self._clock)
+
+    def _evaluator(self, engine: Engine, tail_calls: int | None) -> Evaluator:
+        """Evaluations of this run; rows that eval.json holds already are kept."""
+        config, side = self._config.evaluation, self.side
+        if tail_calls is not None:
+            config = config.model_copy(update={"tail_calls": tail_calls})
+        places = assignments(side.environment.tasks(), side.eval_ids, config.tail_calls)
+        path = self._run_dir / EVALUATION
+        report = EvaluationReport(
+            environment=side.environment.name,
+            task_ids=side.eval_ids,
+            trains_on_eval_tasks=bool(set(side.train_ids) & set(side.eval_ids)),
+            temperature=config.temperature,
+            rows=(),
+        )
+        if path.exists():
+            report = EvaluationReport.model_validate_json(path.read_bytes())
+        sources = EvaluationSources(self._config, side, engine, self._run_dir, self._clock)
+        return Evaluator(
+            sources.by_name(),
+            places,
+            config,
+            report,
+            self._recorder,
+            deadline_s=self._config.deadlines.evaluate_s,
+        )
+
+    async def trainer(self, parts: Parts) -> Trainer:
+        """The one trainer, on this runtime's parts."""
+        return Trainer(
+            self._config,
+            parts.ports,
+            parts.evaluator,
+            self._recorder,
+            config_digest=self._loaded.digest,
+            warmup=await self._warmup_batches(),
+        )
+
+    def roles(self) -> dict[str, Any]:
+        """Who plays which role, with tokenizers and restricted softmaxes; for the manifest."""
+        vocabulary = self.vocabulary
+        roles: dict[str, Any] = {
+            "student": _role("toy", vocabulary.name, vocabulary.fingerprint, vocabulary)
+        }
+        if self._config.loss.kl_coef > 0:
+            roles["reference"] = roles["student"]
+        teacher = self._config.teacher
+        if teacher is not None:
+            tokenizer = teacher_tokenizer(teacher, self._run_dir)
+            kind = teacher.model.kind if teacher.model is not None else "url"
+            roles["teacher"] = _role(kind, tokenizer.name, tokenizer.fingerprint, tokenizer)
+        return roles
+
+    async def _warmup_batches(self) -> Iterator[SftBatch] | None:
+        warmup = self._config.student.warmup
+        if warmup is None or warmup.num_steps == 0:
+            return None
+        traces = await warmup_traces(
+            self._config, self.side.stage, self.side.train_ids, self._clock
+        )
+        return sft_batches(
+            student_examples(traces),
+            warmup,
+            seed=sft_seed(self._config, "student"),
+            replacement_ids=self.vocabulary.ids,
+        )
+
+
+def _role(kind: str, tokenizer: str, fingerprint: str, vocabulary: TokenizerLike) -> dict[str, Any]:
+    restricted = None
+    if isinstance(vocabulary, SubVocabulary):
+        restricted = {"num_ids": len(vocabulary.ids), "vocab_size": vocabulary.base.vocab_size}
+    return {
+        "kind": kind,
+        "tokenizer": tokenizer,
+        "fingerprint": fingerprint,
+        "restricted_softmax": restricted,
+    }

@@ -1,0 +1,143 @@
+"""Everything about the student that is not its weights: tokenizer, chat format, stage, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from actors.tasks import make_environment, resolve_tasks
+from miniverl_dist.config.models import RunConfig
+from miniverl_dist.config.roles import ModelConfig, ToyModelConfig
+from miniverl_dist.errors import ConfigError
+from miniverl_dist.ports import ChatFormat, Clock
+from miniverl_dist.schemas.seeds import derive_seed
+from miniverl_dist.tokens.load import load_tokenizer
+from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
+from miniverl_dist.tokens.tokenizer import TokenizerLike
+from miniverl_dist.training.sft import SftExample
+from rollout_server.bfcl.environment import BfclEnvironment
+from rollout_server.chat_format import Qwen36ChatFormat
+from rollout_server.episode import Stage
+from rollout_server.tool_calls import parser, writer
+from rollout_server.traces import Trace, TraceMaker
+
+STUDENT_VOCABULARY_FILE = "student-vocabulary.json"
+WIRE_FORMAT = "qwen_xml"
+WRITE_CALLS = writer(WIRE_FORMAT)
+_CHAT_FORMATS: dict[str, Callable[[TokenizerLike], ChatFormat]] = {"qwen3.6": Qwen36ChatFormat}
+_OTHER_END = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class StudentSide:
+    """The student's half of a run."""
+
+    tokenizer: TokenizerLike
+    chat: ChatFormat
+    stage: Stage
+    environment: BfclEnvironment
+    train_ids: tuple[str, ...]
+    eval_ids: tuple[str, ...]
+    other_stop_ids: tuple[int, ...]
+    """End tokens besides the turn end; sampling one ends the episode as ``eos_without_final``."""
+
+
+def student_chat(config: RunConfig, tokenizer: TokenizerLike) -> ChatFormat:
+    """The chat format that belongs to the student's tokenizer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    make = _CHAT_FORMATS.get(config.student.tokenizer)
+    if make is None:
+        raise ConfigError(
+            f"student.tokenizer: there is no chat format for {config.student.tokenizer!r}; "
+            f"known are {', '.join(sorted(_CHAT_FORMATS))}"
+        )
+    return make(tokenizer)
+
+
+def stage_for(
+    chat: ChatFormat, environment: BfclEnvironment, config: RunConfig, model: ModelConfig
+) -> Stage:
+    """The stage on which ``model`` plays in this chat format, with the student's wire format."""
+    limit = config.rollout.max_context_tokens
+    if isinstance(model, ToyModelConfig):
+        limit = min(limit, model.max_context_tokens)
+    limits = config.rollout.model_copy(update={"max_context_tokens": limit})
+    return Stage(environment, chat, parser(WIRE_FORMAT), limits)
+
+
+async def declare_vocabulary(config: RunConfig, clock: Clock) -> SubVocabulary:
+    """Real ids that the task set needs: all that occur in its scripted traces, and all bytes.
+
+    Evaluation tasks contribute their clean traces, so that both are spelled the same way; nothing
+    is trained on here.
+    """
+    base = load_tokenizer(config.student.tokenizer)
+    side = student_side(config, base)
+    traces = await warmup_traces(config, side.stage, side.train_ids, clock)
+    maker = TraceMaker(side.stage, WRITE_CALLS, clock, seed=config.seed)
+    traces += await maker.make(
+        side.eval_ids,
+        max_tail_calls=config.evaluation.tail_calls,
+        per_task=1,
+        noisy_fraction=0.0,
+    )
+    occurring = {i for trace in traces for i in trace.trajectory.token_ids}
+    return SubVocabulary(base, occurring | {side.chat.turn_end_id, *side.other_stop_ids})
+
+
+async def warmup_traces(
+    config: RunConfig, stage: Stage, train_ids: Sequence[str], clock: Clock
+) -> list[Trace]:
+    """The student's warm-up traces; without a warm-up, one clean trace per task."""
+    sft = config.student.warmup
+    return await TraceMaker(stage, WRITE_CALLS, clock, seed=config.seed).make(
+        train_ids,
+        max_tail_calls=sft.max_tail_calls if sft else 1,
+        per_task=sft.traces_per_task if sft else 1,
+        noisy_fraction=sft.noisy_fraction if sft else 0.0,
+    )
+
+
+def student_side(config: RunConfig, tokenizer: TokenizerLike) -> StudentSide:
+    """The student side around a tokenizer (the full one, or its sub-vocabulary).
+
+    Raises:
+        MissingDependencyError: bfcl-eval is not installed.
+        TaskNotFoundError, ConfigError: see `actors.tasks.resolve_tasks`.
+    """
+    environment = make_environment(config, WRITE_CALLS)
+    train_ids, eval_ids = resolve_tasks(config, environment.tasks())
+    chat = student_chat(config, tokenizer)
+    return StudentSide(
+        tokenizer,
+        chat,
+        stage_for(chat, environment, config, config.student.model),
+        environment,
+        train_ids,
+        eval_ids,
+        (tokenizer.special_id(_OTHER_END),),
+    )
+
+
+def student_examples(traces: Iterable[Trace]) -> list[SftExample]:
+    """Supervised sequences of the student: every written span is learned, turn ends included."""
+    return [_student_example(trace) for trace in traces]
+
+
+def _student_example(trace: Trace) -> SftExample:
+    spans = [span for _, span in trace.written_spans]
+    token_ids = np.asarray(trace.trajectory.token_ids[: spans[-1].end], dtype=np.int64)
+    written = np.zeros(len(token_ids), dtype=bool)
+    for span in spans:
+        written[span.start : span.end] = True
+    return SftExample(token_ids, written, written)
+
+
+def sft_seed(config: RunConfig, role: str) -> int:
+    """Seed of the supervised steps of a role."""
+    return derive_seed(config.seed, "sft", role)

