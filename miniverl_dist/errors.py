@@ -56,6 +56,10 @@ class TokenizerError(MiniverlError):
     """A tokenizer that cannot do what was asked, or is not the one that was expected."""
 
 
+class UnspellableBytesError(TokenizerError):
+    """Bytes that a vocabulary without all 256 byte tokens cannot spell."""
+
+
 class TokenizerMismatchError(TokenizerError):
     """Ids of one tokenizer handed to a component that holds another."""
 

@@ -26,6 +26,7 @@ from miniverl_dist.errors import (
     RequestRejectedError,
     ServerUnavailableError,
     TokenizerMismatchError,
+    UnspellableBytesError,
 )
 from miniverl_dist.generate_api.client import GenerateClient
 from miniverl_dist.generate_api.wire import (
@@ -97,7 +98,10 @@ class _Teacher(ABC):
             RecordError, TokenizerMismatchError: the renderer cannot make sense of the trajectory.
         """
         started = self._clock.now()
-        rendering = self._renderer(trajectory)
+        try:
+            rendering = self._renderer(trajectory)
+        except UnspellableBytesError as exc:
+            return _refusal(trajectory, RefusalReason.REJECTED, str(exc))
         scored = [span for span in rendering.spans if span.end > span.start]
         # What follows the last scored token changes no score.
         input_ids = rendering.token_ids[: max((span.end for span in scored), default=0)]

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from miniverl_dist.errors import TokenizerError
+from miniverl_dist.errors import TokenizerError, UnspellableBytesError
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -82,7 +82,7 @@ class ByteTable:
         ids = self.byte_ids[np.frombuffer(data, dtype=np.uint8)]
         if ids.size and ids.min() < 0:
             missing = data[int(np.flatnonzero(ids < 0)[0])]
-            raise TokenizerError(
+            raise UnspellableBytesError(
                 f"the vocabulary has no token for byte 0x{missing:02x}, so {data[:40]!r} cannot "
                 "be spelled exactly; use a tokenizer with all 256 byte tokens for such data"
             )
