@@ -138,12 +138,14 @@ def evaluate(
             output=folder,
             progress=progress,
         )
+    from actors.inspection import aligned
+    from miniverl_dist.reporting.evaluation import TABLE_HEAD, table_rows
+    from miniverl_dist.reporting.report import write_report
+
+    write_report(folder)
     if as_json:
         typer.echo(report.model_dump_json())
         return
-    from actors.inspection import aligned
-    from miniverl_dist.reporting.evaluation import TABLE_HEAD, table_rows
-
     typer.echo("\n".join(aligned([TABLE_HEAD, *table_rows(report)])))
     typer.echo(f"written to {folder}")
 

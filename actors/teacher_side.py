@@ -131,10 +131,10 @@ def fit_teacher(
 
 
 def teacher_tokenizer(config: TeacherConfig, run_dir: Path) -> TokenizerLike:
-    """The teacher's tokenizer; a fitted toy teacher's is the sub-vocabulary stored with it."""
+    """The teacher's tokenizer; a toy teacher's is the sub-vocabulary stored with it."""
     base = load_tokenizer(config.tokenizer)
-    path = run_dir / TEACHER_VOCABULARY_FILE
-    return SubVocabulary.load(path, base) if config.fit is not None else base
+    path = run_dir / TEACHER_VOCABULARY_FILE if config.fit is not None else config.vocabulary
+    return base if path is None else SubVocabulary.load(path, base)
 
 
 @asynccontextmanager

@@ -95,6 +95,8 @@ class TeacherConfig(ConfigModel):
     student's text without markers."""
     url: str | None = None
     """Score over HTTP there (SGLang's ``/generate``) instead of in this process."""
+    vocabulary: Path | None = None
+    """Stored sub-vocabulary of the tokenizer: the ids that a toy teacher behind ``url`` reads."""
     headers_file: Path | None = None
     """File with one ``Name: value`` header a line (secrets stay out of the config)."""
     model: ModelConfig | None = None
@@ -126,6 +128,10 @@ class TeacherConfig(ConfigModel):
             )
         if self.fit is not None and (self.model is None or self.model.kind != "toy"):
             raise ValueError("teacher.fit: only a toy teacher in this process can be fitted")
+        if self.vocabulary is not None and self.url is None:
+            raise ValueError(
+                "teacher.vocabulary goes with `url`; a toy teacher in this process has its own"
+            )
         if self.rendering == "native" and self.tokenizer != "deepseek-v4":
             raise ValueError(
                 f"teacher.rendering: native needs the teacher's chat format, and there is none for "
