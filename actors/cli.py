@@ -282,9 +282,6 @@ def _progress(as_json: bool) -> Iterator[Progress]:
 
 
 def _show_run(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
-    from miniverl_dist.reporting.report import write_report
-
-    written = write_report(folder)
     if as_json:
         result = {
             "run_dir": os.fspath(folder),
@@ -295,7 +292,7 @@ def _show_run(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
         typer.echo(json.dumps({"result": result}))
         return
     word = "finished" if summary.is_finished else f"stopped (miniverl-dist resume {folder})"
-    typer.echo(f"{word} after step {summary.step}; see {written.summary} and {written.page}")
+    typer.echo(f"{word} after step {summary.step}; see {folder}/summary.md and report.html")
 
 
 def main() -> None:

@@ -111,8 +111,8 @@ def evaluate(
 async def _evaluate(
     actor: SingleActor, policies: tuple[str, ...], checkpoint: Path | None, tail_calls: int | None
 ) -> None:
-    await actor.prepare()
-    async with actor.open(tail_calls=tail_calls) as parts:
+    await actor.prepare(with_teacher="teacher" in policies)
+    async with actor.open(tail_calls=tail_calls, with_scorer=False) as parts:
         tag = "initial"
         if checkpoint is not None:
             state = commits.verify(checkpoint).state

@@ -75,10 +75,13 @@ class SingleActor:
         self._run_dir: Path = recorder.run.path
         self._clock = SystemClock()
 
-    async def prepare(self) -> None:
+    async def prepare(self, *, with_teacher: bool = True) -> None:
         """Make what must be there before anything else: vocabularies and the fitted teacher.
 
         What is there already is left alone, so that a resumed run uses the same.
+
+        Args:
+            with_teacher: False where nothing will ask the teacher (an evaluation of others).
         """
         from actors.student_rank import set_threads
 
@@ -87,7 +90,7 @@ class SingleActor:
         if not path.exists():
             self._recorder.progress.phase("declaring the student's vocabulary")
             (await declare_vocabulary(self._config, self._clock)).save(path)
-        teacher = self._config.teacher
+        teacher = self._config.teacher if with_teacher else None
         is_fitted = (self._run_dir / TEACHER_VOCABULARY_FILE).exists()  # written last
         if teacher is not None and teacher.fit is not None and not is_fitted:
             await self._fit_teacher(teacher.fit)
@@ -134,11 +137,14 @@ class SingleActor:
         return student_byte_ends(span_token_ids, self.vocabulary, turn_end)
 
     @asynccontextmanager
-    async def open(self, *, tail_calls: int | None = None) -> AsyncIterator[Parts]:
+    async def open(
+        self, *, tail_calls: int | None = None, with_scorer: bool = True
+    ) -> AsyncIterator[Parts]:
         """Everything behind its port; leaving the block closes engines and sessions.
 
         Args:
             tail_calls: Horizon of evaluations instead of the config's.
+            with_scorer: False where nothing will be trained.
         """
         from actors.student_rank import build_student, toy_engine
 
@@ -146,7 +152,7 @@ class SingleActor:
             engine = toy_engine(self._config.student.model, self.vocabulary, "toy-0")
             stack.push_async_callback(engine.close)
             teacher = None
-            if self._config.uses_teacher and self._config.teacher is not None:
+            if with_scorer and self._config.uses_teacher and self._config.teacher is not None:
                 teacher = await stack.enter_async_context(
                     teacher_scorer(self._config.teacher, self.side, self._run_dir, self._clock)
                 )

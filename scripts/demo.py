@@ -89,9 +89,12 @@ def row(report: EvaluationReport, policy: str, tag: str) -> EvaluationRow:
 
 def table(reports: dict[str, EvaluationReport]) -> Table:
     """All rows of all arms, with the change since the warm-up."""
-    shown = Table(title="pass rate at T = 1, sampled at temperature 1 (95 % Wilson interval)")
-    for column in ("arm", "policy", "when", "pass", "interval", "since warm-up", "reward"):
-        shown.add_column(column, justify="left" if column in ("arm", "policy", "when") else "right")
+    shown = Table(
+        title="pass rate at T = 1, sampled at temperature 1 (95 % Wilson interval; change since warm-up)"
+    )
+    for column in ("arm", "policy", "when", "pass", "interval", "change", "reward"):
+        is_text = column in ("arm", "policy", "when")
+        shown.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for label, report in reports.items():
         warm = row(report, "student", "warm").pass_rate
         for r in report.rows:
@@ -100,7 +103,7 @@ def table(reports: dict[str, EvaluationReport]) -> Table:
                 r.policy,
                 r.tag,
                 f"{r.pass_rate:.3f}",
-                f"[{r.pass_low:.3f}, {r.pass_high:.3f}]",
+                f"{r.pass_low:.3f} .. {r.pass_high:.3f}",
                 f"{r.pass_rate - warm:+.3f}" if r.tag == "after" else "",
                 f"{r.reward_mean:.3f}",
             )
@@ -149,8 +152,8 @@ def main() -> None:
     console = Console()
     console.print(table(reports))
     for line in check(chosen.demo, reports):
-        console.print(f"shown: {line}", markup=False)
-    console.print(CAVEATS, markup=False)
+        console.print(f"shown: {line}", markup=False, soft_wrap=True)
+    console.print(CAVEATS, markup=False, soft_wrap=True)
     first, second = (folder / Path(arm.config).stem for arm in DEMOS[chosen.demo])
     write_report(first, compare=[second])
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
@@ -158,6 +161,7 @@ def main() -> None:
         f"report: {first / 'report.html'}\n{time.monotonic() - started:.0f} s, largest process "
         f"{peak:.2f} GiB",
         markup=False,
+        soft_wrap=True,
     )
 
 

@@ -21,12 +21,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name every torch reader expects
 from numpy.typing import NDArray
 
-from miniverl_dist.backends.softmax import log_softmax
 from miniverl_dist.backends.toy_model import ToyModel
-from miniverl_dist.errors import BatchError
-from miniverl_dist.schemas.batch import FloatArray, IntArray
+from miniverl_dist.schemas.batch import IntArray
 
-BLOCK = 64
+BLOCK = 32
 ROW_MULTIPLE = 16
 
 
@@ -41,10 +39,8 @@ class ToyDecoder:
     def __init__(self, model: ToyModel, num_slots: int) -> None:
         config = model.config
         self.model = model
-        self.num_slots = num_slots
         self.num_rows = -(-num_slots // ROW_MULTIPLE) * ROW_MULTIPLE
-        self.max_context = config.max_context_tokens
-        num_blocks = -(-self.max_context // BLOCK)
+        num_blocks = -(-config.max_context_tokens // BLOCK)
         head_size = config.hidden_size // config.num_heads
         # One slot per row, so that row i can be slot i, and one that unused rows write to.
         slots = self.num_rows + 1
@@ -93,13 +89,15 @@ class ToyDecoder:
         write_slots = self._padded(rows, slots, self.num_rows)
         at = self._padded(rows, positions, 0)
         num_blocks = int(at.max()) // BLOCK + 1
-        hidden_keys = self._offsets[:num_blocks] > at.view(-1, 1, 1)
+        later = self._offsets[:num_blocks] > at.view(-1, 1, 1)
+        # Added, not filled in: the sum runs vectorised over heads, and x + 0 is x to the bit.
+        bias = torch.zeros(later.shape).masked_fill_(later, -torch.inf)
         where = (at // BLOCK, write_slots, slice(None), at % BLOCK)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             self._keys[layer][where] = k
             self._values[layer][where] = v
-            return self._attend_blocks(layer, q, gathered, hidden_keys)
+            return self._attend_blocks(layer, q, gathered, bias)
 
         hidden = self.model.run(self._padded(rows, tokens, 0), at, attend)
         if not want_logits:
@@ -113,7 +111,7 @@ class ToyDecoder:
         return torch.from_numpy(padded)
 
     def _attend_blocks(
-        self, layer: int, q: torch.Tensor, slots: torch.Tensor | None, hidden_keys: torch.Tensor
+        self, layer: int, q: torch.Tensor, slots: torch.Tensor | None, bias: torch.Tensor
     ) -> torch.Tensor:
         """Softmax attention of each row over its slot's cached positions.
 
@@ -121,7 +119,7 @@ class ToyDecoder:
             layer: Whose cache.
             q: [R, h, d].
             slots: [R]; None where row i is slot i.
-            hidden_keys: [blocks to walk, R, 1, BLOCK] True behind a row's own position.
+            bias: [blocks to walk, R, 1, BLOCK] -inf behind a row's own position, else 0.
 
         Returns:
             [R, h, d].
@@ -129,10 +127,10 @@ class ToyDecoder:
         rows, heads, size = q.shape
         query = (q * size**-0.5).reshape(rows * heads, 1, size)
         scores = []
-        for block, hidden in enumerate(hidden_keys):
+        for block, block_bias in enumerate(bias):
             keys = self._of_rows(self._keys[layer, block], slots)
             found = torch.bmm(query, keys.transpose(1, 2)).view(rows, heads, BLOCK)
-            scores.append(found.masked_fill_(hidden, -torch.inf))
+            scores.append(found.add_(block_bias))
         peak = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
         total = torch.zeros(rows, heads, 1)
         mixed = torch.zeros(rows, heads, size)
@@ -150,41 +148,3 @@ class ToyDecoder:
         else:
             found = torch.index_select(cache, 0, slots, out=self._gathered)
         return found.view(-1, BLOCK, cache.shape[-1])
-
-    def prefill(
-        self, slot: int, tokens: IntArray, num_cached: int = 0
-    ) -> NDArray[np.float32] | None:
-        """Cache the positions ``[num_cached, T)`` of a sequence of T tokens alone.
-
-        Returns:
-            [V] logits behind the last token; None when nothing was left to compute.
-        """
-        logits = None
-        for start in range(num_cached, len(tokens), self.num_rows):
-            positions = np.arange(start, min(start + self.num_rows, len(tokens)))
-            is_last = positions[-1] == len(tokens) - 1
-            logits = self.step(
-                np.full(len(positions), slot), positions, tokens[positions], want_logits=is_last
-            )
-        return None if logits is None else logits[-1]
-
-    def score(self, tokens: IntArray, slot: int = 0) -> FloatArray:
-        """[T] nats of each token given those before it, plain softmax; NaN at position 0.
-
-        Uses (and overwrites) one slot; the same bits whatever was scored before.
-
-        Raises:
-            BatchError: more tokens than the cache has positions.
-        """
-        if len(tokens) > self.max_context:
-            raise BatchError(
-                f"{len(tokens)} tokens to score exceed max_context_tokens {self.max_context}"
-            )
-        scores = np.full(len(tokens), np.nan)
-        for start in range(0, len(tokens) - 1, self.num_rows):
-            positions = np.arange(start, min(start + self.num_rows, len(tokens) - 1))
-            logits = self.step(np.full(len(positions), slot), positions, tokens[positions])
-            assert logits is not None
-            logprobs = log_softmax(logits)
-            scores[positions + 1] = logprobs[np.arange(len(positions)), tokens[positions + 1]]
-        return scores

@@ -184,9 +184,9 @@ class ToyModel:
             prefix = f"layers.{layer}."
             normed = _norm(x, weights[prefix + "attn_norm"])
             qkv = F.linear(normed, weights[prefix + "qkv"])
-            qk, v = qkv.view(*rows.shape, 3, heads, size).split((2, 1), dim=-3)
-            q, k = _rotate(qk, cos, sin).unbind(-3)
-            mixed = attend(layer, q, k, v.squeeze(-3))
+            qkv = qkv.view(*rows.shape, 3, heads, size)
+            q, k = _rotate(qkv[..., :2, :, :], cos, sin).unbind(-3)
+            mixed = attend(layer, q, k, qkv[..., 2, :, :])
             x = x + F.linear(mixed.flatten(-2), weights[prefix + "attn_out"])
             gate_up = F.linear(_norm(x, weights[prefix + "ffn_norm"]), weights[prefix + "gate_up"])
             gate, up = gate_up.chunk(2, dim=-1)

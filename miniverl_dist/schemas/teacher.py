@@ -6,10 +6,10 @@ Shapes: R teacher tokens of one span.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from miniverl_dist.errors import RecordError, StaleScoreError
 from miniverl_dist.schemas.messages import FrozenModel
@@ -60,6 +60,7 @@ class SpanScore(FrozenModel):
 class TeacherScore(FrozenModel):
     """Scores of all sampled spans of one trajectory."""
 
+    kind: Literal["score"] = "score"
     trajectory_id: str
     teacher_id: str
     tokenizer_fingerprint: str
@@ -81,9 +82,10 @@ class TeacherScore(FrozenModel):
 class TeacherRefusal(FrozenModel):
     """A trajectory that the teacher did not score; counted, never guessed."""
 
+    kind: Literal["refusal"] = "refusal"
     trajectory_id: str
     reason: RefusalReason
     detail: str
 
 
-TeacherResult = TeacherScore | TeacherRefusal
+TeacherResult = Annotated[TeacherScore | TeacherRefusal, Field(discriminator="kind")]

@@ -83,12 +83,13 @@ def discard_incomplete(folder: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first (by committed step)."""
-    found = [path.parent for path in folder.glob(f"*/{CHECKPOINT_MARKER}")]
-    return sorted(
-        (path for path in found if not path.name.startswith(_TEMPORARY_PREFIX)),
-        key=lambda path: (read_manifest(path).state.step, path.name),
-    )
+    """Checkpoints that were completed, oldest first by their names (``step-000010``).
+
+    Manifests are not read: a damaged one must not hide the others, nor be passed over in silence
+    by whoever wants the newest.
+    """
+    found = (path.parent for path in folder.glob(f"*/{CHECKPOINT_MARKER}"))
+    return sorted(path for path in found if not path.name.startswith(_TEMPORARY_PREFIX))
 
 
 def prune(folder: Path, keep: int) -> list[str]:

@@ -26,6 +26,7 @@ from miniverl_dist.errors import DeadlineError, EmptyBatchError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import CHECKPOINTS
 from miniverl_dist.ports import (
+    Assignment,
     Clock,
     Curriculum,
     RolloutSource,
@@ -90,7 +91,7 @@ class Trainer:
         self._step = 0
         self._next_ticket = 0
         self._num_publishes = 0
-        self._num_empty = 0
+        self._num_empty = self._num_refilled = 0
         self._committed_step: int | None = None
         self._stop = asyncio.Event()
 
@@ -221,9 +222,10 @@ class Trainer:
             "num_optimizer_steps": result.num_optimizer_steps,
             "policy_lag_mean": sum(lags) / len(lags),
             "policy_lag_max": max(lags),
-            "num_refilled_groups": self._buffer.counters.refilled if self._buffer else 0,
+            "num_refilled_groups": self._num_refilled,
             "seconds_step": seconds,
         }
+        self._num_refilled = 0
         self._recorder.groups(groups)
         self._recorder.step(metrics)
         self._recorder.event(Event.STEP_FINISHED, step=self._step, version=result.policy_version)
@@ -286,10 +288,13 @@ class Trainer:
             num_tickets=self._next_ticket + (loop.num_steps - self._step) * loop.num_groups,
             num_publishes=self._num_publishes,
             publish_of_version={self._ports.students.policy_version: self._num_publishes},
-            on_drop=lambda assignment, reason: self._recorder.event(
-                Event.GROUP_DROPPED, group_id=assignment.group_id, reason=reason
-            ),
+            on_drop=self._dropped,
         )
+
+    def _dropped(self, assignment: Assignment, reason: str) -> None:
+        self._recorder.count("refilled_groups")
+        self._num_refilled += 1
+        self._recorder.event(Event.GROUP_DROPPED, group_id=assignment.group_id, reason=reason)
 
     async def _commit(self) -> None:
         """Weights, optimizer and state under one manifest; then the journal may go."""

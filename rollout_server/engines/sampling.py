@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from miniverl_dist.backends.softmax import running_sums, shifted
 from miniverl_dist.errors import EngineError, GenerateApiError
 from miniverl_dist.generate_api.wire import SamplingParams
 from miniverl_dist.schemas.batch import FloatArray, IntArray
@@ -64,13 +63,16 @@ def sample(
     if not np.isfinite(logits).all():
         raise EngineError("the model's logits are not finite: its weights must have diverged")
     temperatures = np.array([p.temperature if p.temperature > 0 else 1.0 for p in params])
-    scaled = shifted(logits, temperatures)
+    scaled = logits.astype(np.float64) / temperatures[:, None]
+    scaled -= scaled.max(axis=-1, keepdims=True)
     weights = np.exp(scaled)
-    sums = running_sums(weights)
+    # Running sums give the totals too: left to right, so that their bits do not depend on how
+    # many rows there are, as those of ``sum`` might.
+    sums = np.cumsum(weights, axis=-1)
     totals = sums[:, -1].copy()
     truncated = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
     for row in truncated:
-        sums[row] = running_sums(_truncated(weights[row], params[row]))
+        sums[row] = np.cumsum(_truncated(weights[row], params[row]))
     # A draw below 1 keeps the threshold below the total: there always is a first larger sum.
     chosen = (sums > draws[:, None] * sums[:, -1:]).argmax(axis=-1)
     greedy = np.array([p.temperature == 0 for p in params])

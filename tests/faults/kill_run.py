@@ -63,8 +63,8 @@ class DoomedActor(SingleActor):
     point = ""
 
     @asynccontextmanager
-    async def open(self, *, tail_calls: int | None = None) -> AsyncIterator[Parts]:
-        async with super().open(tail_calls=tail_calls) as parts:
+    async def open(self, **options: Any) -> AsyncIterator[Parts]:
+        async with super().open(**options) as parts:
             yield doom(parts, self.point)
 
 

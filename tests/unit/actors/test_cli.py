@@ -232,6 +232,7 @@ class TestCommands:
         code, _, err = call("inspect", run, "--trajectory", "t2")
         assert code == 2
         assert "no trajectory 't2'; some it has: t1-pass" in err
+        assert call("inspect", run, "--trajectory", "task_1")[0] == 2  # the id of a task
 
     def test_inspect_takes_one_question(self, run: Path) -> None:
         code, _, err = call("inspect", run, "--step", "1", "--trajectory", "a")

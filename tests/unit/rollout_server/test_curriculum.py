@@ -169,6 +169,8 @@ class TestOnSuccess:
         assert horizon(made, "c") == 2
         made.advance([finished(place_of(made, "c"), True)])
         assert horizon(made, "c") == 3
+        made.advance([finished(place, True)])
+        assert horizon(made, "c") == 3
 
     def test_it_never_exceeds_n_and_then_the_task_is_finished(self) -> None:
         made = curriculum()

@@ -124,6 +124,16 @@ def test_a_prefix_call_is_written_with_its_turn_end() -> None:
     assert transcript.token_ids[span.end - 1] == END
 
 
+def test_a_closing_is_not_lost_between_two_assistant_messages() -> None:
+    transcript = started(
+        Message(role="user", content="go"),
+        Message(role="assistant", content="one"),
+        Message(role="assistant", content="two"),
+    )
+    text = CHAT.tokenizer.decode(transcript.token_ids)
+    assert text == "s:fu:goa:one\na:two"
+
+
 def test_without_tools_the_system_span_is_empty() -> None:
     transcript = Transcript(CHAT, [])
     transcript.add_messages([Message(role="user", content="go")])

@@ -12,7 +12,7 @@ from miniverl_dist.errors import ChecksumError
 from miniverl_dist.observability.run_dir import RecordFile
 from miniverl_dist.ports import PublishReceipt, WeightSnapshot
 from miniverl_dist.schemas.batch import TrainBatch, UpdateResult
-from miniverl_dist.training.checkpoint import list_checkpoints
+from miniverl_dist.training.checkpoint import list_checkpoints, verify
 from tests.fake_world import World
 from tests.fakes import FakeCurriculum, FakeStudents, FakeWeightStore, run_config
 
@@ -97,7 +97,7 @@ def comparable(world: World) -> dict[str, Any]:
         "weights": world.students.digest,
         "metrics": metrics,
         "trajectories": world.records(RecordFile.TRAJECTORIES),
-        "curriculum": world.curriculum.tail_calls,
+        "state": verify(world.checkpoint(7)).state.model_dump(exclude={"file_positions"}),
         "rows": world.run.read_json("eval.json")["rows"],
     }
 
