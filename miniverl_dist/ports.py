@@ -111,7 +111,7 @@ class WeightSnapshot:
     tensors: Mapping[str, Any]
     """Name -> numpy array, C-contiguous."""
     checksum: str
-    """SHA-256 over names, dtypes, shapes and bytes (``training.weight_sync.checksum``)."""
+    """SHA-256 over names, dtypes, shapes and bytes (``schemas.weights.weights_checksum``)."""
 
 
 class StudentPool(Protocol):

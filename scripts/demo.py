@@ -89,9 +89,7 @@ def row(report: EvaluationReport, policy: str, tag: str) -> EvaluationRow:
 
 def table(reports: dict[str, EvaluationReport]) -> Table:
     """All rows of all arms, with the change since the warm-up."""
-    shown = Table(
-        title="pass rate at T = 1, sampled at temperature 1 (95 % Wilson interval; change since warm-up)"
-    )
+    shown = Table(title="sampled pass rate at T = 1 (95 % Wilson interval; change since warm-up)")
     for column in ("arm", "policy", "when", "pass", "interval", "change", "reward"):
         is_text = column in ("arm", "policy", "when")
         shown.add_column(column, justify="left" if is_text else "right", no_wrap=True)

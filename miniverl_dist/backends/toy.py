@@ -63,6 +63,7 @@ REPORTED = (
     "dual_clip_fraction",
     "ratio_max",
     "entropy_mean",
+    "reference_kl_mean",
     "mismatch_mean_abs",
     "mismatch_capped_fraction",
 )

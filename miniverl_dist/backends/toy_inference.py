@@ -22,7 +22,8 @@ import torch.nn.functional as F  # noqa: N812 - the name every torch reader expe
 from numpy.typing import NDArray
 
 from miniverl_dist.backends.toy_model import ToyModel
-from miniverl_dist.schemas.batch import IntArray
+from miniverl_dist.errors import BatchError
+from miniverl_dist.schemas.batch import FloatArray, IntArray
 
 BLOCK = 32
 ROW_MULTIPLE = 16
@@ -148,3 +149,25 @@ class ToyDecoder:
         else:
             found = torch.index_select(cache, 0, slots, out=self._gathered)
         return found.view(-1, BLOCK, cache.shape[-1])
+
+    def score(self, tokens: IntArray, slot: int = 0) -> FloatArray:
+        """[T] nats of each token given those before it, plain softmax; NaN at position 0.
+
+        Overwrites one slot. The same bits whatever was scored before, and however many slots hold
+        sequences of others.
+
+        Raises:
+            BatchError: more tokens than the cache has positions.
+        """
+        if len(tokens) > self.model.config.max_context_tokens:
+            raise BatchError(
+                f"{len(tokens)} tokens to score exceed max_context_tokens "
+                f"{self.model.config.max_context_tokens}"
+            )
+        scores = np.full(len(tokens), np.nan)
+        for start in range(0, len(tokens) - 1, self.num_rows):
+            at = np.arange(start, min(start + self.num_rows, len(tokens) - 1))
+            logits = self.step(np.full(len(at), slot), at, tokens[at])
+            logprobs = torch.log_softmax(torch.from_numpy(logits).double(), -1)
+            scores[at + 1] = logprobs.numpy()[np.arange(len(at)), tokens[at + 1]]
+        return scores

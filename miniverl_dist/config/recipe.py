@@ -185,7 +185,7 @@ class OptimConfig(ConfigModel):
     warmup_steps: NonNegativeInt = 0
     """Batches over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear"] = "constant"
-    """``linear`` falls to 0 at the last batch."""
+    """``linear`` falls to 0 behind the last batch."""
 
 
 class LoopConfig(ConfigModel):

@@ -59,6 +59,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "loss": Metric("loss", "total loss, mean over the batch's optimizer steps"),
     "policy_loss": Metric("loss", "policy-gradient part of the loss"),
     "kl_loss": Metric("loss", "part of the loss that pulls to the reference policy"),
+    "reference_kl_mean": Metric("nats", "mean k3 estimate of the KL to the frozen reference"),
     "loss_by_span_type": Metric("loss", "loss per kind of span", is_by_key=True),
     "grad_norm": Metric("norm", "global gradient norm before clipping"),
     "lr": Metric("rate", "learning rate"),

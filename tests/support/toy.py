@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from miniverl_dist.backends.weights_io import TokenizerIdentity
 from miniverl_dist.config.recipe import LossConfig, OptimConfig
 from miniverl_dist.config.roles import ToyModelConfig
 from miniverl_dist.generate_api.wire import GenerateRequest, SamplingParams
-from miniverl_dist.schemas.batch import TrainBatch
+from miniverl_dist.schemas.batch import SftBatch, TrainBatch
 
 # Bit-for-bit promises hold for one thread, and the tests share two cores with others.
 torch.set_num_threads(1)
@@ -83,6 +84,17 @@ def random_batch(
         policy_version=0,
         temperature=temperature,
     )
+
+
+def sft_batch(seed: int) -> SftBatch:
+    batch = random_batch(seed)
+    return SftBatch(batch.token_ids, batch.sequence_starts, batch.loss_mask)
+
+
+def state_of(backend: ToyBackend, tmp_path: Path) -> dict[str, bytes]:
+    """Everything a student is, as bytes."""
+    backend.save(tmp_path)
+    return {path.name: path.read_bytes() for path in sorted(tmp_path.iterdir())}
 
 
 def request(

@@ -52,11 +52,11 @@ class Span:
     student: list[float]
     teacher: list[float]
 
-    def weights(self, **options: Any) -> tuple[FloatArray, BoolArray]:  # noqa: ANN401
+    def weights(self, **options: Any) -> tuple[FloatArray, BoolArray]:
         units = align(self.student_ends, self.teacher_ends)
         return opd_weights(self.student, self.teacher, units, **options)
 
-    def slow(self, **options: Any) -> list[float | None]:  # noqa: ANN401
+    def slow(self, **options: Any) -> list[float | None]:
         return slow_weights(
             self.student_ends, self.teacher_ends, self.student, self.teacher, **options
         )

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from miniverl_dist.backends.toy_inference import BLOCK, ToyDecoder
 from miniverl_dist.backends.toy_model import ToyModel
 from miniverl_dist.config.roles import ToyModelConfig
+from miniverl_dist.errors import BatchError
+from tests.reference.toy_decoder import decoder_logprobs
 from tests.support.toy import VOCABULARY_IDS, tiny_config
 
 V = len(VOCABULARY_IDS)
@@ -113,6 +115,21 @@ def test_a_copied_prefix_is_as_good_as_a_computed_one(shared: int) -> None:
     decoder.copy_prefix(0, 2, shared)
     found = prefill(decoder, 2, tokens, num_cached=shared)
     assert np.array_equal(found, expected)
+
+
+def test_scores_are_those_of_the_oracle_and_the_same_bits_every_time() -> None:
+    rng = np.random.default_rng(4)
+    texts = [rng.integers(0, V, n) for n in (84, 20, 1, 60)]
+    decoder = ToyDecoder(MODEL, 1)
+    first = [decoder.score(text) for text in texts]
+    again = [decoder.score(text) for text in reversed(texts)]
+    for text, one, other in zip(texts, first, reversed(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+        oracle = decoder_logprobs(MODEL.arrays(), text.tolist(), num_layers=2, num_heads=2)
+        expected = [np.nan, *oracle[np.arange(len(text) - 1), text[1:]]]
+        np.testing.assert_allclose(one, expected, atol=1e-5)
+    with pytest.raises(BatchError, match="151 tokens to score exceed"):
+        decoder.score(np.zeros(151, dtype=np.int64))
 
 
 def test_flush_removes_what_diverged_weights_left_behind() -> None:

@@ -107,7 +107,7 @@ def cases(draw: st.DrawFn, kinds: Sequence[str] = KINDS) -> Case:
 
 
 def _floats(draw: st.DrawFn, size: int, low: float, high: float) -> Tensor:
-    """Rounded: next to the smallest floats, products no longer tell a clipped ratio from its bound."""
+    """Rounded: among the smallest floats, products cannot tell a ratio from its bound."""
     numbers = st.floats(low, high).map(lambda value: round(value, 6))
     return torch.tensor(draw(st.lists(numbers, min_size=size, max_size=size)), dtype=torch.float64)
 
@@ -280,7 +280,10 @@ def test_peer_39_stale_tokens_are_bounded() -> None:
     """Rollouts many versions old: no token weighs more than cap * bound * |advantage|."""
     advantages = torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
     gap = torch.linspace(-60, 60, 8, dtype=torch.float64)
-    for kind, bound in (("ppo", 3.0), ("cispo", 1.28)):
+    ppo, cispo = LossConfig(kind="ppo"), LossConfig(kind="cispo")
+    assert ppo.dual_clip is not None
+    assert ppo.mismatch_cap is not None
+    for config, bound in ((ppo, ppo.dual_clip), (cispo, 1 + cispo.clip_high)):
         for policy, proximal, rollout in ((gap, 0 * gap, -gap), (gap, -gap, 0 * gap)):
             _, gradient, _ = Case(
                 policy=policy,
@@ -290,9 +293,9 @@ def test_peer_39_stale_tokens_are_bounded() -> None:
                 reference=policy,
                 mask=torch.ones(8, dtype=torch.bool),
                 sequence_ids=torch.zeros(8, dtype=torch.int64),
-                config=LossConfig(kind=kind),
+                config=config,
             ).loss(Denominators(num_loss_tokens=1, num_sequences=1))
-            assert gradient.abs().max() <= 2 * bound
+            assert gradient.abs().max() <= ppo.mismatch_cap * bound
 
 
 # Enumeration over a softmax of four tokens: expected gradients are finite sums.

@@ -141,10 +141,18 @@ class TestCommit:
 
 class TestFinding:
     async def test_oldest_first_by_step(self, folder: Path) -> None:
-        for step in (999_999, 3, 1_000_001, 20):
+        for step in (999_999, 3, 20):
             await made(folder, step)
         steps = [read_manifest(path).state.step for path in list_checkpoints(folder)]
-        assert steps == [3, 20, 999_999, 1_000_001]
+        assert steps == [3, 20, 999_999]
+
+    async def test_a_damaged_manifest_is_listed_and_hides_no_other(self, folder: Path) -> None:
+        for step in (1, 2, 3):
+            await made(folder, step)
+        (folder / "step-000002" / "checkpoint.json").write_bytes(b"{")
+        found = [path.name for path in list_checkpoints(folder)]
+        assert found == ["step-000001", "step-000002", "step-000003"]
+        assert prune(folder, 1) == found[:2]
 
     async def test_a_folder_without_a_manifest_is_no_checkpoint(self, folder: Path) -> None:
         path = await made(folder, 1)

@@ -202,6 +202,19 @@ class TestRecords:
         assert state.file_positions == sizes
         assert set(sizes) == {"metrics.jsonl", "trajectories.jsonl"}
 
+    async def test_refills_are_counted_for_the_step_they_belong_to(self, tmp_path: Path) -> None:
+        def play(place: Assignment, member: int) -> Trajectory:
+            is_flat = place.attempt == 0 and place.ticket in (0, 1, 4)
+            reward = 0.0 if is_flat else float(member)
+            return trajectory(place=place, member=member, reward=reward)
+
+        world = World(tmp_path, run_config(grpo={"zero_variance": "drop"}), play=play)
+        await world.trainer().run()
+        refilled = [line["num_refilled_groups"] for line in world.records(RecordFile.METRICS)]
+        assert refilled == [2, 0, 1]
+        assert world.recorder.counters["refilled_groups"] == 3
+        assert {e["reason"] for e in world.events("group_dropped")} == {"zero variance"}
+
     async def test_peer_22_a_step_without_one_call_raises_an_alarm(self, tmp_path: Path) -> None:
         world = World(tmp_path, play=play_of(reward=0.93), config=run_config(loop={"num_steps": 2}))
         await world.trainer().run()

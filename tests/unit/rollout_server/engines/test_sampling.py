@@ -72,6 +72,13 @@ def test_extreme_draws_take_possible_tokens() -> None:
     assert sample(logits, params, np.array([np.nextafter(1.0, 0.0)]))[0].tolist() == [2]
 
 
+def test_huge_logits_do_not_overflow() -> None:
+    logits = np.array([[3e38, 0.0, -3e38], [900.0, 900.0, 0.0]], dtype=np.float32)
+    rows, logprobs = sample(logits, [SamplingParams()] * 2, np.array([0.9, 0.9]))
+    assert rows.tolist() == [0, 1]
+    assert logprobs.tolist() == pytest.approx([0, np.log(0.5)])
+
+
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 20))
 def test_a_row_is_drawn_alike_alone_and_in_company(seed: int, num: int) -> None:

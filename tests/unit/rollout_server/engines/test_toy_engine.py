@@ -6,8 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,63 +16,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniverl_dist.backends.toy_model import ToyModel
-from miniverl_dist.errors import EngineError, GenerateApiError, PublishError
+from miniverl_dist.errors import EngineError, GenerateApiError
 from miniverl_dist.generate_api.wire import (
     GenerateReply,
     GenerateRequest,
     SamplingParams,
     WeightVersion,
 )
-from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import TrainBatch
-from miniverl_dist.schemas.weights import weights_checksum
 from rollout_server.engines.base import Engine
 from rollout_server.engines.toy import ToyEngine
 from tests.support.toy import (
     VOCABULARY_IDS,
     random_batch,
-    random_ids,
     request,
     tiny_backend,
     tiny_config,
 )
+from tests.support.toy_engine import engine, prompts, sampled, steps, weights
 
 ROOT = Path(__file__).resolve().parents[4]
-
-
-def weights(version: int = 1, seed: int = 0) -> WeightSnapshot:
-    tensors = ToyModel(tiny_config(), VOCABULARY_IDS, seed).arrays()
-    # A fresh model hardly looks back: louder layers make the next token depend on the context.
-    for name in tensors:
-        if name.endswith(("attn_out", "down", "qkv")):
-            tensors[name] = tensors[name] * np.float32(4)
-    return WeightSnapshot(version, tensors, weights_checksum(tensors))
-
-
-async def engine(**sizes: int) -> ToyEngine:
-    made = ToyEngine(tiny_config(**sizes), VOCABULARY_IDS)
-    await made.load_weights(weights())
-    return made
-
-
-async def steps(made: ToyEngine, num_steps: int) -> None:
-    """Let the engine go on until it has taken that many steps."""
-    for _ in range(1000):
-        if made.counters.num_steps >= num_steps:
-            return
-        await asyncio.sleep(0)
-    pytest.fail(f"the engine did not reach step {num_steps}")
-
-
-def prompts(seed: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    rng = np.random.default_rng(seed)
-    return [random_ids(rng, length) for length in lengths]
-
-
-def sampled(reply: GenerateReply) -> tuple[object, ...]:
-    """All of a reply that must not depend on the company."""
-    meta = reply.meta_info
-    return (reply.output_ids, meta.output_token_logprobs, meta.finish_reason, meta.prompt_tokens)
 
 
 async def test_a_reply_holds_what_the_contract_says() -> None:
@@ -282,90 +243,6 @@ async def test_other_tasks_run_while_it_decodes() -> None:
     assert turns > 50
 
 
-async def test_a_load_waits_for_running_requests_and_later_ones_wait_for_it() -> None:
-    made = await engine(batch_slots=2)
-    [prompt] = prompts(12, [10])
-    running = asyncio.create_task(made.generate(request(prompt)))
-    await steps(made, 3)
-    new = weights(version=2, seed=7)
-    loading = asyncio.create_task(made.load_weights(new))
-    await asyncio.sleep(0)
-    # There is a free slot for it, but under which weights would it be sampled?
-    waiting = asyncio.create_task(made.generate(request(prompt)))
-    await asyncio.sleep(0)
-    assert not loading.done()
-    assert await loading == new.checksum
-    assert running.done()
-    assert made.weight_version == 2
-    old_reply, new_reply = await running, await waiting
-    assert old_reply.meta_info.weight_versions == (WeightVersion("1", 0, 12),)
-    assert new_reply.meta_info.weight_versions == (WeightVersion("2", 0, 12),)
-    assert new_reply.meta_info.cached_tokens == 0
-    fresh = ToyEngine(tiny_config(batch_slots=2), VOCABULARY_IDS)
-    await fresh.load_weights(new)
-    assert sampled(await fresh.generate(request(prompt))) == sampled(new_reply)
-    assert old_reply.output_ids != new_reply.output_ids
-
-
-async def test_weights_that_do_not_fit_leave_the_old_ones_and_the_queue_moving() -> None:
-    made = await engine()
-    [prompt] = prompts(13, [10])
-    expected = await made.generate(request(prompt))
-    bad = replace(weights(version=2), tensors={"embed": np.zeros((2, 2), dtype=np.float32)})
-    loading = asyncio.create_task(made.load_weights(bad))
-    after = asyncio.create_task(made.generate(request(prompt)))
-    with pytest.raises(PublishError, match="toy-0 cannot take the weights of policy version 2"):
-        await loading
-    assert made.weight_version == 1
-    assert sampled(await after) == sampled(expected)
-
-
-async def test_a_load_that_is_given_up_lets_waiting_requests_go_on() -> None:
-    made = await engine(batch_slots=1)
-    [prompt] = prompts(14, [10])
-    running = asyncio.create_task(made.generate(request(prompt, max_new_tokens=100)))
-    await steps(made, 3)
-    loading = asyncio.create_task(made.load_weights(weights(version=2)))
-    await asyncio.sleep(0)
-    waiting = asyncio.create_task(made.generate(request(prompt)))
-    await asyncio.sleep(0)
-    loading.cancel()
-    replies = await asyncio.gather(running, waiting)
-    assert {reply.meta_info.weight_version for reply in replies} == {"1"}
-
-
-async def test_a_load_goes_on_when_what_it_waits_for_is_cancelled() -> None:
-    made = await engine(batch_slots=1)
-    [prompt] = prompts(14, [10])
-    running = asyncio.create_task(made.generate(request(prompt, max_new_tokens=100)))
-    await steps(made, 3)
-    loading = asyncio.create_task(made.load_weights(weights(version=2)))
-    await asyncio.sleep(0)
-    waiting = asyncio.create_task(made.generate(request(prompt)))
-    await asyncio.sleep(0)
-    running.cancel()
-    await asyncio.wait_for(loading, 5)
-    assert (await asyncio.wait_for(waiting, 5)).meta_info.weight_version == "2"
-
-
-async def test_two_loads_at_once_are_taken_in_turn() -> None:
-    made = await engine()
-    [prompt] = prompts(15, [10])
-    running = asyncio.create_task(made.generate(request(prompt)))
-    await asyncio.sleep(0)
-    await asyncio.gather(*(made.load_weights(weights(v, seed=v)) for v in (2, 3)))
-    assert made.weight_version == 3
-    assert (await running).meta_info.weight_version == "1"
-    assert (await made.generate(request(prompt))).meta_info.weight_version == "3"
-
-
-async def test_the_checksum_is_that_of_what_it_holds() -> None:
-    made = await engine()
-    true = weights(version=5, seed=3)
-    confirmed = await made.load_weights(replace(true, checksum="0" * 64))
-    assert confirmed == true.checksum
-
-
 async def test_a_cancelled_request_frees_its_slot() -> None:
     made = await engine(batch_slots=1)
     [prompt] = prompts(16, [10])
@@ -400,28 +277,6 @@ async def test_closing_aborts_what_runs_and_what_waits() -> None:
     await made.close()
     with pytest.raises(EngineError, match="is closed"):
         await made.generate(request(prompt))
-
-
-async def test_without_weights_it_does_not_guess() -> None:
-    made = ToyEngine(tiny_config(), VOCABULARY_IDS)
-    assert made.weight_version == -1
-    with pytest.raises(EngineError, match="holds no weights yet"):
-        await made.generate(request(prompts(18, [5])[0]))
-
-
-async def test_diverged_weights_fail_every_request_and_good_ones_heal() -> None:
-    made = await engine()
-    good = weights(version=3)
-    broken = {n: a * np.float32(np.nan) for n, a in good.tensors.items()}
-    await made.load_weights(replace(good, tensors=broken))
-    texts = prompts(19, [5] * 8)
-    errors = await asyncio.gather(
-        *(made.generate(request(text)) for text in texts), return_exceptions=True
-    )
-    assert len(errors) == 8
-    assert all(isinstance(e, EngineError) and "not finite" in str(e) for e in errors)
-    await made.load_weights(good)
-    assert len((await made.generate(request(texts[0]))).output_ids) == 12
 
 
 async def test_sampling_parameters_reach_the_sampler() -> None:
