@@ -13,7 +13,7 @@ from typing import Any
 from actors.single import SingleActor
 from miniverl_dist import __version__
 from miniverl_dist.config.load import LoadedConfig, load_run_config
-from miniverl_dist.errors import CheckpointError, MiniverlError
+from miniverl_dist.errors import MiniverlError, ResumeError
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.observability.environment import environment_record
 from miniverl_dist.observability.events import Event
@@ -62,6 +62,7 @@ def resume(
     Raises:
         ConfigError: not a run directory, or its config was edited.
         CheckpointError, ChecksumError: the newest commit is damaged.
+        ResumeError: the newest commit belongs to another config.
     """
     config = load_run_config(run_dir)
     with RunDirectory.open(run_dir, writable=True) as run:
@@ -73,7 +74,7 @@ def resume(
         else:
             found = commits.read_manifest(newest).state.config_digest
             if found != config.digest:
-                raise CheckpointError(
+                raise ResumeError(
                     f"{newest.name} belongs to config {found[:12]}, this run to "
                     f"{config.digest[:12]}: a run can be resumed only under its own config"
                 )

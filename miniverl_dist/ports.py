@@ -42,13 +42,36 @@ class ScoredTrajectory(FrozenModel):
     teacher: TeacherResult | None = None
 
 
+class GroupOutcome(FrozenModel):
+    """How often a group passed; all that the curriculum learns from a group that was dropped."""
+
+    task_id: str
+    tail_calls: int
+    num_passed: int
+    num_counted: int
+    """Members that count: harness faults are left out."""
+
+
 class ScoredGroup(FrozenModel):
     """GRPO siblings of one assignment; what the buffer holds and the journal stores."""
 
     assignment: Assignment
     members: tuple[ScoredTrajectory, ...]
+    replaced: tuple[GroupOutcome, ...] = ()
+    """Groups that were dropped from this FIFO place before it."""
     num_publishes: int
     """Publishes that had been confirmed when the group was started (for the lag check)."""
+
+    @property
+    def outcome(self) -> GroupOutcome:
+        """This group's own outcome."""
+        counted = [m.trajectory for m in self.members if m.trajectory.is_trainable]
+        return GroupOutcome(
+            task_id=self.assignment.task_id,
+            tail_calls=self.assignment.tail_calls,
+            num_passed=sum(trajectory.passed for trajectory in counted),
+            num_counted=len(counted),
+        )
 
 
 class Clock(Protocol):

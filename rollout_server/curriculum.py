@@ -1,7 +1,8 @@
 """Reverse-K: the model takes over T = N - K calls before the end, and T grows.
 
-Assignments are a function of the ticket and of committed results alone, so a resumed run hands
-out the same tasks: `GroupBuffer` asks for them when a slot opens, never when a worker is free.
+Assignments are a function of the ticket and of the results committed when its slot opens, never of
+which worker is free. With strict on-policy sampling a resumed run therefore hands out the same
+tasks; with a lag, places that were open at the crash are drawn anew under the committed horizons.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from miniverl_dist.config.recipe import CurriculumConfig
 from miniverl_dist.environments.base import TaskInfo
 from miniverl_dist.errors import CheckpointError, ConfigError
-from miniverl_dist.ports import Assignment, ScoredGroup
+from miniverl_dist.ports import Assignment, GroupOutcome, ScoredGroup
 from miniverl_dist.schemas.seeds import derive_seed
 
 
@@ -84,14 +85,14 @@ class ReverseK:
             self._tail = {i: min(tail + 1, self._limit[i]) for i, tail in self._tail.items()}
             return
         for group in groups:
-            self._learn(group)
+            for outcome in (*group.replaced, group.outcome):
+                self._learn(outcome)
 
-    def _learn(self, group: ScoredGroup) -> None:
-        task_id, tail = group.assignment.task_id, group.assignment.tail_calls
-        counted = [m.trajectory for m in group.members if m.trajectory.is_trainable]
-        if not counted or tail != self._tail[task_id]:
+    def _learn(self, outcome: GroupOutcome) -> None:
+        task_id, tail = outcome.task_id, outcome.tail_calls
+        if not outcome.num_counted or tail != self._tail[task_id]:
             return  # a result at a former horizon says nothing about the present one
-        if sum(t.passed for t in counted) / len(counted) < self._config.pass_threshold:
+        if outcome.num_passed / outcome.num_counted < self._config.pass_threshold:
             return
         if tail == self._limit[task_id]:
             self._finished.add(task_id)
@@ -99,12 +100,20 @@ class ReverseK:
             self._tail[task_id] = tail + 1
 
     def summary(self) -> dict[str, float]:
-        """Mean and largest T, and the share of tasks passed at their largest T."""
+        """Mean and largest T, and the share of finished tasks.
+
+        A task is finished when it passed at its largest T (``on_success``) or has reached it
+        (``fixed``).
+        """
         tails = list(self._tail.values())
+        if self._config.schedule == "fixed":
+            num_finished = sum(self._tail[i] == self._limit[i] for i in self._ids)
+        else:
+            num_finished = len(self._finished)
         return {
             "tail_calls_mean": sum(tails) / len(tails),
             "tail_calls_max": float(max(tails)),
-            "finished_tasks_fraction": len(self._finished) / len(self._ids),
+            "finished_tasks_fraction": num_finished / len(self._ids),
         }
 
     def histogram(self) -> dict[int, int]:

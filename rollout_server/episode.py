@@ -20,6 +20,7 @@ from miniverl_dist.errors import (
     EngineError,
     EnvironmentFaultError,
     GenerateApiError,
+    TokenizerError,
 )
 from miniverl_dist.ports import Assignment, ChatFormat, Clock
 from miniverl_dist.schemas.messages import (
@@ -89,14 +90,17 @@ class TurnBudget:
 
     turns_per_call: int = 2
     min_turns: int = 4
+    is_capped: bool = True
+    """Whether ``rollout.max_turns`` bounds it too."""
 
     def turns(self, tail_calls: int, max_turns: int) -> int:
         """Assistant turns of an episode with ``tail_calls`` expert calls left."""
-        return min(max_turns, max(self.turns_per_call * tail_calls, self.min_turns))
+        wanted = max(self.turns_per_call * tail_calls, self.min_turns)
+        return min(max_turns, wanted) if self.is_capped else wanted
 
 
 TRAINING_BUDGET = TurnBudget()
-EVALUATION_BUDGET = TurnBudget(min_turns=0)
+EVALUATION_BUDGET = TurnBudget(min_turns=0, is_capped=False)
 
 
 class EpisodePlayer:
@@ -150,7 +154,7 @@ class EpisodePlayer:
             return Termination.DEADLINE, str(error) or "episode deadline passed"
         except EnvironmentFaultError as error:
             return Termination.ENVIRONMENT_ERROR, str(error)
-        except (EngineError, GenerateApiError) as error:
+        except (EngineError, GenerateApiError, TokenizerError) as error:
             return Termination.ENGINE_ERROR, str(error)
 
 

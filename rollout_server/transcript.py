@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from miniverl_dist.errors import RecordError
 from miniverl_dist.ports import ChatFormat, Piece
 from miniverl_dist.schemas.messages import Message, ToolCall, ToolSchema
 from miniverl_dist.schemas.trajectory import ASSISTANT_KINDS, LogprobArray, Span, SpanKind
@@ -47,6 +48,11 @@ class Transcript:
         """Append the assistant opening to the span before it; returns the whole prompt."""
         opening = self._chat.assistant_opening().token_ids
         last = self.spans[-1]
+        if last.kind in ASSISTANT_KINDS:
+            raise RecordError(
+                f"two assistant messages in a row (messages {last.message_index} and "
+                f"{len(self.messages)}): something must be said or returned between them"
+            )
         self._extend([*self._pending, *opening])
         self._pending = []
         self.spans[-1] = last.model_copy(update={"end": len(self.token_ids)})

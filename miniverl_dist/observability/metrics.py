@@ -49,7 +49,9 @@ METRICS: Final[Mapping[str, Metric]] = {
     "group_advantage_abs_mean": Metric("reward", "mean |group advantage| per trained token"),
     "opd_weight_mean": Metric("nats", "mean OPD weight per scored token, clipped"),
     "opd_weight_abs_mean": Metric("nats", "mean |OPD weight| per scored token, clipped"),
-    "opd_clip_fraction": Metric("fraction", "scored tokens whose OPD weight was clipped"),
+    "opd_clip_fraction": Metric(
+        "fraction", "scored tokens whose OPD weight was clipped (rule unit)"
+    ),
     "opd_stopped_fraction": Metric("fraction", "scored tokens behind a span's stop"),
     "reverse_kl_mean": Metric("nats", "student minus teacher log-probability per scored token"),
     "teacher_scored_fraction": Metric("fraction", "trajectories with a teacher score"),

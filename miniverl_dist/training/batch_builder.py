@@ -26,7 +26,7 @@ from miniverl_dist.alignment.credit import opd_weights, stopped, unit_log_ratios
 from miniverl_dist.alignment.mau import align
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import OpdConfig
-from miniverl_dist.errors import TeacherDropFractionError
+from miniverl_dist.errors import RecordError, TeacherDropFractionError
 from miniverl_dist.packing import sequence_ids, sequence_starts, split_minibatches
 from miniverl_dist.ports import ScoredGroup, ScoredTrajectory
 from miniverl_dist.schemas.batch import BoolArray, FloatArray, IntArray, TrainBatch
@@ -69,6 +69,10 @@ def credit_trajectory(
         StaleScoreError: the score was made for another policy version.
     """
     score.require_version(trajectory.oldest_version)
+    if score.trajectory_id != trajectory.trajectory_id:
+        raise RecordError(
+            f"score of {score.trajectory_id} given for trajectory {trajectory.trajectory_id}"
+        )
     num_tokens = len(trajectory.token_ids)
     weights = np.full(num_tokens, np.nan)
     mask = np.zeros(num_tokens, dtype=bool)
@@ -100,8 +104,6 @@ def build_batch(
     groups: Sequence[ScoredGroup],
     config: RunConfig,
     byte_ends: SpanByteEnds,
-    *,
-    policy_version: int,
 ) -> BuiltBatch:
     """Build the batch of one step.
 
@@ -120,7 +122,7 @@ def build_batch(
         return BuiltBatch(None, metrics)
     advantage = _group_advantage(members, config, metrics)
     credits = _credits(members, config, byte_ends, metrics)
-    return BuiltBatch(_pack(members, advantage, credits, config, policy_version, metrics), metrics)
+    return BuiltBatch(_pack(members, advantage, credits, config, metrics), metrics)
 
 
 def _group_advantage(
@@ -187,7 +189,6 @@ def _pack(
     group_advantage: FloatArray,
     credits: Sequence[TokenCredit],
     config: RunConfig,
-    policy_version: int,
     metrics: dict[str, float],
 ) -> TrainBatch:
     """Lay the sequences end to end, each cut behind its last trainable token."""
@@ -226,7 +227,7 @@ def _pack(
         minibatch_ids=steps,
         num_loss_tokens=tuple(int(loss_mask[steps[ids] == k].sum()) for k in range(num_steps)),
         num_sequences=tuple(int((steps == k).sum()) for k in range(num_steps)),
-        policy_version=policy_version,
+        policy_version=min(m.trajectory.oldest_version for m in members),
         temperature=config.rollout.temperature,
         metrics=metrics,
     )
@@ -307,5 +308,5 @@ def _credit_metrics(
     metrics["opd_weight_abs_mean"] = float(np.abs(weights).mean())
     metrics["opd_stopped_fraction"] = sum(int(c.is_stopped.sum()) for c in credits) / len(weights)
     metrics["reverse_kl_mean"] = float(ratios.sum() / len(weights))
-    if config.opd.clip is not None:
+    if config.opd.clip is not None and config.opd.rule == "unit":
         metrics["opd_clip_fraction"] = float(np.mean(np.abs(weights) >= config.opd.clip))

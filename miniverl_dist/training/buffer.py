@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from miniverl_dist.errors import DeadlineError, EngineError
-from miniverl_dist.ports import Assignment, Curriculum, ScoredGroup
+from miniverl_dist.ports import Assignment, Curriculum, GroupOutcome, ScoredGroup
 
 _MAX_STALE_REFILLS = 3
 """Per place. A refill is sampled under the weights of now; one that is stale again is a fault."""
@@ -54,6 +54,8 @@ class _Place:
     """One FIFO place: its present assignment, and its group once that is there."""
 
     assignment: Assignment
+    replaced: tuple[GroupOutcome, ...] = ()
+    """Groups dropped from this place, for the curriculum."""
     group: ScoredGroup | None = None
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -124,17 +126,20 @@ class GroupBuffer:
     def put(self, group: ScoredGroup) -> None:
         """Fill the group's place."""
         place = self._place(group.assignment)
-        place.group = group
+        place.group = group.model_copy(update={"replaced": place.replaced})
         place.arrived.set()
 
-    def drop(self, assignment: Assignment, reason: str) -> bool:
-        """Refill a place with another assignment; False when its refills are used up.
+    def drop(self, group: ScoredGroup, reason: str) -> bool:
+        """Refill a group's place with another assignment; False when its refills are used up.
 
-        The caller then puts the group as it is, so that the place never stays empty.
+        The caller then puts the group as it is, so that the place never stays empty. A dropped
+        group's outcome stays with its place: a task that always passes has no variance, and would
+        otherwise never advance.
         """
-        place = self._place(assignment)
-        if assignment.attempt >= self._sizes.max_refills:
+        place = self._place(group.assignment)
+        if group.assignment.attempt >= self._sizes.max_refills:
             return False
+        place.replaced = (*place.replaced, group.outcome)
         self._refill(place, reason)
         return True
 

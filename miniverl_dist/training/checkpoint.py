@@ -63,6 +63,7 @@ def _start_afresh(temporary: Path) -> None:
 def _complete(temporary: Path, target: Path, state: RunState) -> Path:
     """Describe what was saved, write the manifest last, and give the folder its name."""
     files = tuple(_describe(path, temporary) for path in _files(temporary))
+    _make_durable(temporary)
     manifest = CheckpointManifest(
         format_version=FORMAT_VERSION, name=target.name, state=state, files=files
     )
@@ -74,6 +75,16 @@ def _complete(temporary: Path, target: Path, state: RunState) -> Path:
     temporary.rename(target)
     sync_folder(target.parent)
     return target
+
+
+def _make_durable(folder: Path) -> None:
+    """Bring every file and folder below to the disk."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def discard_incomplete(folder: Path) -> None:
@@ -164,7 +175,6 @@ def _describe(path: Path, folder: Path) -> CheckpointFile:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-        os.fsync(file.fileno())
     return CheckpointFile(
         path=_relative(path, folder), num_bytes=path.stat().st_size, sha256=digest.hexdigest()
     )

@@ -59,8 +59,12 @@ class Evaluator:
                 self._recorder.progress.message(f"baseline {name} failed: {error}")
 
     async def student(self, tag: str, policy_version: int) -> None:
-        """Measure the student now, unless that was done before a crash."""
-        await self.measure("student", tag, policy_version)
+        """Measure the student now, unless that was done before; a failure is logged only."""
+        try:
+            await self.measure("student", tag, policy_version)
+        except MiniverlError as error:
+            self._recorder.event(Event.EVALUATION_FAILED, tag=tag, error=str(error))
+            self._recorder.progress.message(f"evaluation {tag} failed: {error}")
 
     async def student_if_due(self, step: int, policy_version: int) -> None:
         """Measure the student when ``every_n_steps`` says so."""

@@ -51,10 +51,14 @@ class Journal:
             )
         return list(_GROUPS.validate_json(body, strict=True))
 
-    def clear(self) -> None:
-        """Forget all batches; call after a commit."""
+    def clear(self, *, before_step: int) -> None:
+        """Forget the batches of steps below ``before_step``; call after that step's commit.
+
+        Later ones stay: a replay that was stopped half-way goes on with them.
+        """
         for path in self._folder.glob("step-*.json"):
-            path.unlink()
+            if int(path.stem.removeprefix("step-")) < before_step:
+                path.unlink()
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}.json"

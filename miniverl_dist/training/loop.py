@@ -17,9 +17,10 @@ trains on the journalled batches again, without sampling.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import DeadlineError, EmptyBatchError
@@ -45,6 +46,8 @@ from miniverl_dist.training.journal import Journal
 from miniverl_dist.training.recorder import Recorder
 from miniverl_dist.training.sft import run_sft
 from miniverl_dist.training.workers import RolloutWorkers
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -91,22 +94,30 @@ class Trainer:
         self._step = 0
         self._next_ticket = 0
         self._num_publishes = 0
-        self._num_empty = self._num_refilled = 0
+        self._num_empty = 0
         self._committed_step: int | None = None
         self._stop = asyncio.Event()
 
     def request_stop(self) -> None:
         """End in order: finish or abandon the step, commit, leave. Safe in a signal handler."""
+        if not self._stop.is_set():
+            self._recorder.event(Event.STOP_REQUESTED, step=self._step)
         self._stop.set()
 
     async def run(self, resume_from: Path | None = None) -> RunSummary:
         """Train to the last step, or until a stop is requested."""
         if resume_from is None:
-            await self._prepare()
+            await self._unless_stopped(self._prepare())
         else:
             await self._restore(resume_from)
             await self._replay()
-        await self._evaluator.student_if_due(self._step, self._ports.students.policy_version)
+        if not self._is_done:
+            await self._evaluate_if_due()
+            await self._train()
+        return await self._finish()
+
+    async def _train(self) -> None:
+        """Steps, with rollout workers beside them, until the last one or a stop."""
         self._buffer = buffer = self._open_buffer()
         workers = RolloutWorkers(
             buffer,
@@ -118,11 +129,12 @@ class Trainer:
         )
         async with workers.running():
             while not self._is_done:
-                groups = await self._take(buffer)
-                if groups is None:
-                    break
-                await self._train_on(groups)
-        return await self._finish()
+                with self._recorder.timed("seconds_take"):
+                    # Waits for the workers, or for a stop; bounded by the buffer's own deadline.
+                    taking = buffer.take(self._config.loop.num_groups)
+                    groups = await self._unless_stopped(taking)
+                if groups is not None:
+                    await self._train_on(groups)
 
     @property
     def _is_done(self) -> bool:
@@ -132,9 +144,8 @@ class Trainer:
         """One step, from scored groups to confirmed weights and a record."""
         started = self._ports.clock.now()
         lags = [self._buffer.lag(group) for group in groups] if self._buffer else [0]
-        version = self._ports.students.policy_version
         with self._recorder.timed("seconds_build"):
-            built = build_batch(groups, self._config, self._ports.byte_ends, policy_version=version)
+            built = build_batch(groups, self._config, self._ports.byte_ends)
         self._next_ticket = groups[-1].assignment.ticket + 1
         if built.batch is None:
             self._skip_empty(built.metrics)
@@ -153,20 +164,23 @@ class Trainer:
             self._buffer.release(self._num_publishes, trained=True)
         if self._step % self._config.checkpoint.every_n_steps == 0:
             await self._commit()
-        await self._evaluator.student_if_due(self._step, result.policy_version)
+        await self._evaluate_if_due()
 
-    async def _take(self, buffer: GroupBuffer) -> list[ScoredGroup] | None:
-        """The next groups, or None when a stop comes first."""
-        taking = asyncio.ensure_future(buffer.take(self._config.loop.num_groups))
+    async def _unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+        """The result of work that may be abandoned, or None when a stop comes first."""
+        working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
-            with self._recorder.timed("seconds_take"):
-                # Waits for the workers, or for a stop; bounded by the buffer's own deadline.
-                await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return taking.result() if taking.done() else None
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
         finally:
-            taking.cancel()
+            working.cancel()
             stopping.cancel()
+            await asyncio.wait({working, stopping})  # what was abandoned has let go of everything
+
+    async def _evaluate_if_due(self) -> None:
+        version = self._ports.students.policy_version
+        await self._unless_stopped(self._evaluator.student_if_due(self._step, version))
 
     async def _update(self, batch: TrainBatch) -> UpdateResult:
         deadline = self._config.deadlines.update_s
@@ -222,10 +236,9 @@ class Trainer:
             "num_optimizer_steps": result.num_optimizer_steps,
             "policy_lag_mean": sum(lags) / len(lags),
             "policy_lag_max": max(lags),
-            "num_refilled_groups": self._num_refilled,
+            "num_refilled_groups": sum(group.assignment.attempt for group in groups),
             "seconds_step": seconds,
         }
-        self._num_refilled = 0
         self._recorder.groups(groups)
         self._recorder.step(metrics)
         self._recorder.event(Event.STEP_FINISHED, step=self._step, version=result.policy_version)
@@ -293,7 +306,6 @@ class Trainer:
 
     def _dropped(self, assignment: Assignment, reason: str) -> None:
         self._recorder.count("refilled_groups")
-        self._num_refilled += 1
         self._recorder.event(Event.GROUP_DROPPED, group_id=assignment.group_id, reason=reason)
 
     async def _commit(self) -> None:
@@ -316,18 +328,22 @@ class Trainer:
                 folder, f"step-{self._step:06d}", state, self._ports.students.save
             )
         self._committed_step = self._step
-        self._journal.clear()
-        checkpoint.prune(folder, self._config.checkpoint.keep)
+        self._journal.clear(before_step=self._step)
+        for name in checkpoint.prune(folder, self._config.checkpoint.keep):
+            self._recorder.event(Event.CHECKPOINT_REMOVED, name=name)
         self._recorder.event(Event.CHECKPOINT_COMMITTED, step=self._step)
 
     async def _finish(self) -> RunSummary:
-        """Commit what is not, evaluate a finished run, say how it ended."""
+        """Commit what is not, evaluate a finished run, say how it ended.
+
+        A run that was stopped before its first commit leaves none: resuming it begins anew.
+        """
         is_finished = self._step >= self._config.loop.num_steps
-        if self._committed_step != self._step:
+        if self._committed_step not in (None, self._step):
             await self._commit()
         version = self._ports.students.policy_version
         if is_finished:
-            await self._evaluator.after(version)
+            await self._unless_stopped(self._evaluator.after(version))
         event = Event.RUN_FINISHED if is_finished else Event.STOPPED
         self._recorder.event(event, step=self._step, policy_version=version)
         return RunSummary(self._step, version, is_finished)

@@ -7,6 +7,7 @@ credits it to reinforcement learning.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -95,3 +96,4 @@ async def run_sft(
     """Feed every batch to ``update``; ``on_step`` gets the step's number and its metrics."""
     for step, batch in enumerate(batches):
         on_step(step, await update(batch, learning_rate))
+        await asyncio.sleep(0)  # an update in this process never yields; a stop must get a word in

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from miniverl_dist.errors import EngineError, PublishError
+from miniverl_dist.errors import MiniverlError, PublishError
 from miniverl_dist.ports import PublishReceipt, WeightSnapshot
 
 
@@ -73,7 +73,7 @@ class DirectWeightStore:
             found = await asyncio.wait_for(engine.load_weights(snapshot), self._deadline_s)
         except TimeoutError:
             return f"no confirmation within {self._deadline_s} s (deadlines.publish_s)"
-        except EngineError as error:
+        except MiniverlError as error:
             return str(error)
         if found != snapshot.checksum:
             return f"checksum {found[:12]}, expected {snapshot.checksum[:12]}"

@@ -75,11 +75,17 @@ class RolloutWorkers:
             assignment = await self._buffer.next_assignment()
             group = await self._play(assignment)
             reason = self._drop_reason(group)
-            if reason is None or not self._buffer.drop(assignment, reason):
+            if reason is None or not self._buffer.drop(group, reason):
                 self._buffer.put(group)
 
     async def _play(self, assignment: Assignment) -> ScoredGroup:
         started, num_publishes = self._clock.now(), self._buffer.num_publishes
+        self._recorder.event(
+            Event.GROUP_STARTED,
+            group_id=assignment.group_id,
+            task_id=assignment.task_id,
+            tail_calls=assignment.tail_calls,
+        )
         async with asyncio.TaskGroup() as siblings:
             tasks = [
                 siblings.create_task(self._play_and_score(assignment, member))

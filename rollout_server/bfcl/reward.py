@@ -39,7 +39,6 @@ CallLike = ToolCall | Mapping[str, Any] | None
 """A call, also as ``{"name": str, "arguments": dict | JSON text}``; None: it could not be read."""
 
 
-
 DEFAULT_WEIGHTS = RewardWeights()
 
 

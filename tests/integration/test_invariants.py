@@ -22,6 +22,7 @@ from actors import launch
 from actors.single import Parts, SingleActor
 from miniverl_dist.backends.weights_io import load_toy_folder
 from miniverl_dist.config.load import LoadedConfig, load_config
+from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import CheckpointError, ChecksumError, ConfigError
 from miniverl_dist.observability.progress import SilentProgress
 from miniverl_dist.ports import Assignment
@@ -70,6 +71,36 @@ class TestResumeUnderTheSameConfig:
         with pytest.raises(CheckpointError, match="belongs to config 000000000000"):
             launch.resume(run, progress=SilentProgress(), make_actor=no_actor)
         assert (run / "metrics.jsonl").read_bytes() == before
+
+
+ONE_PER_SECTION = (
+    "name=other",
+    "seed=1",
+    "torch_threads=2",
+    "objective=opd",
+    "environment.max_observation_chars=81",
+    'tasks.eval=["multi_turn_base_11"]',
+    "student.warmup.num_steps=13",
+    "teacher.max_retries=9",
+    "curriculum.pass_threshold=0.1",
+    "rollout.max_new_tokens=25",
+    "grpo.std_floor=0.1",
+    "opd.coef=0.2",
+    "loss.clip_low=0.1",
+    "optim.lr=1e-5",
+    "loop.num_steps=4",
+    "evaluation.temperature=0.5",
+    "checkpoint.keep=9",
+    "deadlines.take_s=9000",
+)
+
+
+def test_the_digest_sees_every_section() -> None:
+    """What a run is resumed under is all of its config."""
+    sections = {override.partition("=")[0].partition(".")[0] for override in ONE_PER_SECTION}
+    assert sections == set(RunConfig.model_fields) - {"runtime"}  # which has one value as yet
+    digests = {load_config(RECIPE_FILE, [override]).digest for override in ONE_PER_SECTION}
+    assert len(digests | {load_config(RECIPE_FILE).digest}) == len(ONE_PER_SECTION) + 1
 
 
 class Bomb:

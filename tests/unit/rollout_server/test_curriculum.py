@@ -221,3 +221,20 @@ class TestState:
         other = curriculum({**SIZES, "d": 3}, ids=ids)
         with pytest.raises(CheckpointError, match="resume needs the config that the run began"):
             curriculum().restore(other.state())
+
+
+def test_groups_dropped_from_a_place_teach_as_well() -> None:
+    of = curriculum(schedule="on_success", pass_threshold=0.5)
+    dropped, kept = place_of(of, "c"), place_of(of, "a")
+    with_dropped = finished(kept, False, False).model_copy(
+        update={"replaced": (finished(dropped, True, True).outcome,)}
+    )
+    of.advance([with_dropped])
+    assert (horizon(of, "c"), horizon(of, "a")) == (2, 1)
+
+
+def test_under_fixed_a_task_is_finished_when_it_has_reached_its_limit() -> None:
+    of = curriculum({"a": 2, "b": 1}, schedule="fixed")
+    assert of.summary()["finished_tasks_fraction"] == 0.5
+    of.advance([])
+    assert of.summary()["finished_tasks_fraction"] == 1.0

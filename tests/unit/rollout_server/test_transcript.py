@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from miniverl_dist.errors import RecordError
 from miniverl_dist.schemas.messages import Message, ToolSchema
 from miniverl_dist.schemas.trajectory import SpanKind
 from rollout_server.policies import Turn
@@ -124,14 +125,14 @@ def test_a_prefix_call_is_written_with_its_turn_end() -> None:
     assert transcript.token_ids[span.end - 1] == END
 
 
-def test_a_closing_is_not_lost_between_two_assistant_messages() -> None:
-    transcript = started(
-        Message(role="user", content="go"),
-        Message(role="assistant", content="one"),
-        Message(role="assistant", content="two"),
-    )
-    text = CHAT.tokenizer.decode(transcript.token_ids)
-    assert text == "s:fu:goa:one\na:two"
+def test_two_assistant_messages_in_a_row_are_refused() -> None:
+    """The opening of the second would end up in the written span of the first."""
+    with pytest.raises(RecordError, match="two assistant messages in a row"):
+        started(
+            Message(role="user", content="go"),
+            Message(role="assistant", content="one"),
+            Message(role="assistant", content="two"),
+        )
 
 
 def test_without_tools_the_system_span_is_empty() -> None:

@@ -80,7 +80,7 @@ def configs(draw: st.DrawFn, kinds: Sequence[str] = KINDS) -> LossConfig:
         clip_low=draw(st.floats(0.01, 1.5)),
         clip_high=draw(st.floats(0.01, 1.5)),
         dual_clip=draw(st.none() | st.floats(2.51, 5)),
-        mismatch_cap=draw(st.none() | st.floats(1, 3)),
+        mismatch_cap=draw(st.none() | st.floats(0.5, 3)),
         reduction=draw(st.sampled_from(("token_mean", "trajectory_mean"))),
         kl_coef=draw(st.sampled_from((0.0, 0.02, 1.0))),
         kl_estimator=draw(st.sampled_from(("k3", "k1_in_reward"))),
@@ -251,7 +251,7 @@ def _random_case(config: LossConfig, size: int = 12) -> Case:
 
 
 @settings(deadline=None, max_examples=200)
-@given(cases(), st.floats(0.1, 40))
+@given(cases(), st.floats(0.1, 1000))
 def test_peer_11_no_clip_turns_the_gradient_around(case: Case, stretch: float) -> None:
     config = case.config.model_copy(update={"kl_coef": 0.0})
     far = replace(

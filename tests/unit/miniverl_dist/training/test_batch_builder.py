@@ -61,7 +61,7 @@ def groups_of(*members: Sequence[ScoredTrajectory]) -> list[ScoredGroup]:
 def build(
     *members: Sequence[ScoredTrajectory], recipe: RunConfig | None = None
 ) -> tuple[TrainBatch, dict[str, float]]:
-    built = build_batch(groups_of(*members), recipe or config(), byte_ends, policy_version=0)
+    built = build_batch(groups_of(*members), recipe or config(), byte_ends)
     assert built.batch is not None
     return built.batch, built.metrics
 
@@ -368,8 +368,6 @@ class TestHarnessFaults:
 
     def test_nothing_left_makes_no_batch(self) -> None:
         broken = trajectory(termination=Termination.ENGINE_ERROR)
-        built = build_batch(
-            groups_of([ScoredTrajectory(trajectory=broken)]), config(), byte_ends, policy_version=0
-        )
+        built = build_batch(groups_of([ScoredTrajectory(trajectory=broken)]), config(), byte_ends)
         assert built.batch is None
         assert built.metrics["num_harness_faults"] == 1.0

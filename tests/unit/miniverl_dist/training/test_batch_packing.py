@@ -38,7 +38,7 @@ def groups_of(*members: list[Trajectory], with_scores: bool = False) -> list[Sco
 
 
 def build(groups: list[ScoredGroup], **changes: object) -> tuple[TrainBatch, dict[str, float]]:
-    built = build_batch(groups, run_config(**changes), byte_ends, policy_version=5)
+    built = build_batch(groups, run_config(**changes), byte_ends)
     assert built.batch is not None
     return built.batch, built.metrics
 
@@ -56,8 +56,8 @@ def test_sequences_are_cut_behind_their_last_trained_token() -> None:
 
 def test_every_array_keeps_its_tokens() -> None:
     told = [
-        trajectory("a", group_id="g", member=0, logprob=-0.1),
-        trajectory("abcd", group_id="g", member=1, logprob=-0.2, context_after="x"),
+        trajectory("a", group_id="g", member=0, logprob=-0.1, version=7),
+        trajectory("abcd", group_id="g", member=1, logprob=-0.2, context_after="x", version=5),
     ]
     batch, _ = build(groups_of(told))
     for index, source in enumerate(told):
@@ -67,7 +67,7 @@ def test_every_array_keeps_its_tokens() -> None:
         assert batch.loss_mask[here].tolist() == list(source.loss_mask[:size])
         np.testing.assert_array_equal(batch.rollout_logprobs[here], source.rollout_logprobs[:size])
     assert batch.group_ids == ("g", "g")
-    assert batch.policy_version == 5
+    assert batch.policy_version == 5  # the oldest
 
 
 def test_defect_no_advantage_off_the_mask_and_none_at_position_zero() -> None:

@@ -116,8 +116,8 @@ class TestSlots:
     async def test_a_worker_gets_the_lowest_ticket_that_is_open(self) -> None:
         buffer = GroupBuffer(FakeCurriculum(), sizes(3))
         places = [await buffer.next_assignment() for _ in range(3)]
-        buffer.drop(places[2], "late")
-        buffer.drop(places[0], "later")
+        buffer.drop(filled(places[2]), "late")
+        buffer.drop(filled(places[0]), "later")
         assert [(await buffer.next_assignment()).group_id for _ in range(2)] == [
             "000000.1",
             "000002.1",
@@ -147,12 +147,12 @@ class TestOrder:
         )
         first, second = await open_places(buffer)
         buffer.put(filled(second))
-        assert buffer.drop(first, "flat")
+        assert buffer.drop(filled(first), "flat")
         again = await buffer.next_assignment()
         assert (again.ticket, again.attempt, again.task_id) == (0, 1, "task1")
-        assert buffer.drop(again, "flat still")
+        assert buffer.drop(filled(again), "flat still")
         last = await buffer.next_assignment()
-        assert not buffer.drop(last, "flat for ever")
+        assert not buffer.drop(filled(last), "flat for ever")
         assert await open_places(buffer) == []
         buffer.put(filled(last))
         groups = await buffer.take(2)
@@ -163,8 +163,8 @@ class TestOrder:
     async def test_a_place_is_filled_once(self) -> None:
         buffer = GroupBuffer(FakeCurriculum(), sizes())
         first, _ = await open_places(buffer)
-        buffer.drop(first, "flat")
-        for use in (lambda: buffer.put(filled(first)), lambda: buffer.drop(first, "flat")):
+        buffer.drop(filled(first), "flat")
+        for use in (lambda: buffer.put(filled(first)), lambda: buffer.drop(filled(first), "flat")):
             with pytest.raises(KeyError, match=r"no open place for group 000000\.0"):
                 use()
 
@@ -209,7 +209,7 @@ async def play(
             if flying:
                 place = flying.pop(draw.randrange(len(flying)))
                 published = buffer.num_publishes
-                if draw.random() > 0.3 or not buffer.drop(place, "as drawn"):
+                if draw.random() > 0.3 or not buffer.drop(filled(place), "as drawn"):
                     buffer.put(filled(place, num_publishes=published, version=step))
             await asyncio.sleep(0)
             await asyncio.sleep(0)

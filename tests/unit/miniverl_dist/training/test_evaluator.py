@@ -140,11 +140,22 @@ async def test_a_baseline_whose_episode_fails_is_logged_too(tmp_path: Path) -> N
     assert lab.events() == [("baseline_failed", "null")]
 
 
-async def test_a_failure_of_the_students_own_evaluation_is_not_hidden(tmp_path: Path) -> None:
+async def test_a_failing_evaluation_is_logged_and_does_not_stop_training(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.errors["student"] = DeadlineError("too slow")
+    await lab.evaluator.student("after", 5)
+    assert lab.evaluator.rows == ()
+    assert (
+        '"event":"evaluation_failed","tag":"after","error":"too slow"'
+        in (lab.run.path / "events.jsonl").read_text()
+    )
+
+
+async def test_a_job_of_its_own_fails_with_the_error_itself(tmp_path: Path) -> None:
     lab = Lab(tmp_path)
     lab.errors["student"] = DeadlineError("too slow")
     with pytest.raises(DeadlineError, match="too slow"):
-        await lab.evaluator.student("after", 5)
+        await lab.evaluator.measure("student", "after", 5)
 
 
 async def test_the_student_is_measured_when_due(tmp_path: Path) -> None:

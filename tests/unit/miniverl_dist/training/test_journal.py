@@ -64,14 +64,18 @@ def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert len(journal.read(0) or []) == 1
 
 
-def test_clear_forgets_all_and_leaves_other_files_alone(tmp_path: Path) -> None:
+def test_clear_forgets_committed_steps_and_leaves_everything_else_alone(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    for step in (0, 1, 1_000_000):
+    for step in (0, 1, 2, 1_000_000):
         journal.write(step, batch())
     (tmp_path / "notes.txt").write_text("mine")
-    journal.clear()
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    Journal(tmp_path / "none yet").clear()
+    journal.clear(before_step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes.txt",
+        "step-000002.json",
+        "step-1000000.json",
+    ]
+    Journal(tmp_path / "none yet").clear(before_step=5)
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
