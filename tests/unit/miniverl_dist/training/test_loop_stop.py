@@ -11,7 +11,7 @@ import pytest
 
 from miniverl_dist.observability.run_dir import RecordFile
 from miniverl_dist.ports import Assignment
-from miniverl_dist.schemas.batch import SftBatch
+from miniverl_dist.schemas.batch import SftBatch, TrainBatch, UpdateResult
 from miniverl_dist.training.checkpoint import list_checkpoints
 from tests.fake_world import World
 from tests.fakes import FakeStudents, run_config, trajectory
@@ -23,7 +23,7 @@ class KilledError(BaseException):
 
 async def until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not is_true():
+        while not is_true():  # noqa: ASYNC110 -- polls what has no event
             await asyncio.sleep(0)
 
 
@@ -83,7 +83,7 @@ async def test_in_a_replay_the_batches_behind_it_stay_in_the_journal(tmp_path: P
     config = run_config(loop={"num_steps": 4}, checkpoint={"every_n_steps": 9})
 
     class Dying(FakeStudents):
-        async def update(self, batch):  # type: ignore[no-untyped-def]
+        async def update(self, batch: TrainBatch) -> UpdateResult:
             if self.policy_version == 3:
                 raise KilledError
             return await super().update(batch)
@@ -98,7 +98,7 @@ async def test_in_a_replay_the_batches_behind_it_stay_in_the_journal(tmp_path: P
     trainer = second.trainer()
 
     class Stopping(FakeStudents):
-        async def update(self, batch):  # type: ignore[no-untyped-def]
+        async def update(self, batch: TrainBatch) -> UpdateResult:
             trainer.request_stop()
             return await super().update(batch)
 
