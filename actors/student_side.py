@@ -10,6 +10,7 @@ import numpy as np
 from actors.tasks import make_environment, resolve_tasks
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import ModelConfig, ToyModelConfig
+from miniverl_dist.environments.base import Environment
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.ports import ChatFormat, Clock
 from miniverl_dist.schemas.seeds import derive_seed
@@ -17,7 +18,6 @@ from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 from miniverl_dist.training.sft import SftExample
-from rollout_server.bfcl.environment import BfclEnvironment
 from rollout_server.chat_format import Qwen36ChatFormat
 from rollout_server.episode import Stage
 from rollout_server.tool_calls import parser, writer
@@ -37,7 +37,7 @@ class StudentSide:
     tokenizer: TokenizerLike
     chat: ChatFormat
     stage: Stage
-    environment: BfclEnvironment
+    environment: Environment
     train_ids: tuple[str, ...]
     eval_ids: tuple[str, ...]
     other_stop_ids: tuple[int, ...]
@@ -60,7 +60,7 @@ def student_chat(config: RunConfig, tokenizer: TokenizerLike) -> ChatFormat:
 
 
 def stage_for(
-    chat: ChatFormat, environment: BfclEnvironment, config: RunConfig, model: ModelConfig
+    chat: ChatFormat, environment: Environment, config: RunConfig, model: ModelConfig
 ) -> Stage:
     """The stage on which ``model`` plays in this chat format, with the student's wire format."""
     limit = config.rollout.max_context_tokens

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.recipe import TaskIds
-from miniverl_dist.environments.base import TaskInfo
+from miniverl_dist.config.recipe import BfclConfig, TaskIds
+from miniverl_dist.environments.base import Environment, TaskInfo
+from miniverl_dist.environments.registry import EnvironmentRegistry
 from miniverl_dist.errors import ConfigError, TaskNotFoundError
 from rollout_server.bfcl.environment import BfclEnvironment, BfclOptions, CallWriter
 from rollout_server.bfcl.tasks import split
 
 
-def make_environment(config: RunConfig, write_calls: CallWriter) -> BfclEnvironment:
-    """The environment of the config; prefix calls are written by ``write_calls``.
+def environments(write_calls: CallWriter) -> EnvironmentRegistry:
+    """Every environment a recipe can name; prefix calls are written by ``write_calls``."""
+    registry = EnvironmentRegistry()
+
+    def bfcl(options: Mapping[str, Any]) -> BfclEnvironment:
+        section = BfclConfig.model_validate(options)
+        return BfclEnvironment(
+            BfclOptions(
+                prompt=section.prompt,
+                max_observation_chars=section.max_observation_chars,
+                call_deadline_s=section.call_deadline_s,
+            ),
+            write_calls=write_calls,
+            weights=section.reward,
+        )
+
+    registry.register("bfcl", bfcl)
+    return registry
+
+
+def make_environment(config: RunConfig, write_calls: CallWriter) -> Environment:
+    """The environment that the config names.
 
     Raises:
-        MissingDependencyError: bfcl-eval is not installed.
+        MissingDependencyError: its package is not installed.
     """
-    bfcl = config.environment
-    return BfclEnvironment(
-        BfclOptions(
-            prompt=bfcl.prompt,
-            max_observation_chars=bfcl.max_observation_chars,
-            call_deadline_s=bfcl.call_deadline_s,
-        ),
-        write_calls=write_calls,
-        weights=bfcl.reward,
-    )
+    section = config.environment
+    return environments(write_calls).create(section.kind, section.model_dump())
 
 
 def resolve_tasks(

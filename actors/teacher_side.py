@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,9 +22,6 @@ from miniverl_dist.training.sft import SftExample
 from rollout_server.traces import Trace
 from teacher_server.client import HttpTeacher, LocalTeacher, TeacherIdentity
 from teacher_server.rendering import DeepSeekV4ChatFormat, TeacherRendering, render
-
-if TYPE_CHECKING:
-    pass
 
 TEACHER_FOLDER = "teacher"
 TEACHER_VOCABULARY_FILE = "teacher-vocabulary.json"

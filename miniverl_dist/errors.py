@@ -138,7 +138,3 @@ class TaskNotFoundError(MiniverlError):
 
 class UpdateError(MiniverlError):
     """An optimizer step that failed on at least one rank; no rank has committed."""
-
-
-class StopRequestedError(MiniverlError):
-    """The run was asked to stop (SIGTERM, job stop) and has done so in order."""

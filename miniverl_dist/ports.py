@@ -7,7 +7,7 @@ deadline that config sets; an implementation that runs out of time raises ``Dead
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -255,12 +255,3 @@ class ChatFormat(Protocol):
 
     def written(self, message: Message) -> Piece:
         """An assistant message that the policy did not sample (prefix call), turn end included."""
-
-
-@dataclass
-class StepRecord:
-    """One line of metrics.jsonl while it is being filled."""
-
-    step: int
-    policy_version: int
-    metrics: dict[str, float] = field(default_factory=dict)

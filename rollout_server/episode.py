@@ -20,6 +20,7 @@ from miniverl_dist.errors import (
     EngineError,
     EnvironmentFaultError,
     GenerateApiError,
+    PrefixPropertyError,
     TokenizerError,
 )
 from miniverl_dist.ports import Assignment, ChatFormat, Clock
@@ -170,6 +171,7 @@ class _Episode:
         self._schemas: Mapping[str, ToolSchema] = {}
         self._transcript = Transcript(self._chat, ())
         self._tally = _Tally()
+        self._seen: list[int] = []
         self._max_turns = player.budget.turns(assignment.tail_calls, self._limits.max_turns)
 
     async def play(self) -> Termination:
@@ -181,7 +183,7 @@ class _Episode:
         self._transcript = Transcript(self._chat, session.tools())
         self._transcript.add_messages(session.opening())
         while self._tally.turns < self._max_turns:
-            prompt = self._transcript.open_assistant()
+            prompt = self._extended_prompt()
             room = self._limits.max_context_tokens - len(prompt)
             if room <= 0:
                 return Termination.MAX_TOKENS
@@ -195,6 +197,23 @@ class _Episode:
                 return ended
         return Termination.MAX_TURNS
 
+    def _extended_prompt(self) -> list[int]:
+        """The next prompt; it must begin with everything that was sent or sampled before.
+
+        Raises:
+            PrefixPropertyError: a former token has changed, which would also defeat every cache.
+        """
+        prompt = self._transcript.open_assistant()
+        if prompt[: len(self._seen)] != self._seen:
+            where = next(
+                i for i, (a, b) in enumerate(zip(prompt, self._seen, strict=False)) if a != b
+            )
+            raise PrefixPropertyError(
+                f"task {self._assignment.task_id}: the prompt of turn {self._tally.turns} differs "
+                f"from the episode so far at token {where}; later turns may only append"
+            )
+        return prompt
+
     def _take(self, turn: Turn, session: Session) -> Termination | None:
         """Record a turn and let the environment answer; a reason when the episode is over."""
         text = self._chat.tokenizer.decode(turn.token_ids)
@@ -206,6 +225,7 @@ class _Episode:
             kind = SpanKind.ASSISTANT_FINAL
         calls = [call.call for call in parsed.calls if call.call is not None]
         self._transcript.add_turn(turn, kind, text, calls)
+        self._seen = self._transcript.token_ids.copy()
         self._tally.turns += 1
         self._tally.turns_since_user += 1
         if turn.finish == "other_end":

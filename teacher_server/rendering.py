@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from miniverl_dist.alignment.spans import byte_ends, split_turn_end, student_byte_ends
 from miniverl_dist.errors import ConfigError, RecordError, TokenizerMismatchError
@@ -200,13 +200,6 @@ def render(
         )
     canvas.turn_ends = (turn_end_id, teacher_format.turn_end_id)
     return _native(canvas, teacher_format, tools)
-
-
-class _TurnEnds(NamedTuple):
-    """Turn ends of both sides; None where they are not scored."""
-
-    student: int | None
-    teacher: int | None
 
 
 class _Canvas:

@@ -103,6 +103,12 @@ class RunConfig(ConfigModel):
                 "rollout: training refuses top_p < 1, top_k and min_p: the engine's logprobs "
                 "would be those of another distribution than the one sampled from"
             )
+        if self.loop.max_policy_lag and self.loss.mismatch_cap is None:
+            return (
+                "loss.mismatch_cap: null leaves the importance weight out, but with "
+                f"loop.max_policy_lag {self.loop.max_policy_lag} the engine samples under older "
+                "weights than the trainer holds: set a cap"
+            )
         if (
             self.opd is not None
             and rollout.temperature != 1

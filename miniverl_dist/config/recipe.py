@@ -232,7 +232,6 @@ class DeadlineConfig(ConfigModel):
     publish_s: PositiveFloat = 600.0
     generate_s: PositiveFloat = 600.0
     evaluate_s: PositiveFloat = 3600.0
-    shutdown_s: PositiveFloat = 30.0
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from miniverl_dist.errors import RecordError
+from miniverl_dist.observability.environment import without_paths
 from miniverl_dist.observability.run_dir import RecordFile, RunDirectory
 
 
@@ -63,7 +64,7 @@ class EventLog:
         self._now = now
 
     def emit(self, event: Event | str, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
-        """Append one event; ``fields`` are JSON values.
+        """Append one event; ``fields`` are JSON values, absolute paths in texts are cut short.
 
         Raises:
             RecordError: the name is not declared, or a field is named like a fixed one.
@@ -76,4 +77,5 @@ class EventLog:
             ) from None
         if "time_s" in fields:
             raise RecordError(f"event {name}: `time_s` is written by the log itself")
-        self._run.append(RecordFile.EVENTS, {"time_s": self._now(), "event": name.value, **fields})
+        shown = {k: without_paths(v) if isinstance(v, str) else v for k, v in fields.items()}
+        self._run.append(RecordFile.EVENTS, {"time_s": self._now(), "event": name.value, **shown})

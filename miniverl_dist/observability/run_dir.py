@@ -84,7 +84,6 @@ def write_atomic(path: Path, data: bytes, error: type[MiniverlError] = RecordErr
 
 def sync_folder(folder: Path) -> None:
     """Make the folder's entries (new names, renames) durable."""
-    """Make a folder's entries (a rename in it) durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

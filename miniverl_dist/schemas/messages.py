@@ -5,21 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from miniverl_dist.config.base import ConfigModel
 
 Role = Literal["system", "user", "assistant", "tool"]
 
 
-class FrozenModel(BaseModel):
-    """Base of every contract: unknown fields are errors, instances do not change."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-    )
+class FrozenModel(ConfigModel):
+    """Base of every contract: as strict and frozen as a config section."""
 
 
 class ParseStatus(StrEnum):

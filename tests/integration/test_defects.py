@@ -16,19 +16,14 @@ from miniverl_dist.ports import Assignment, ScoredGroup, ScoredTrajectory, Weigh
 from miniverl_dist.schemas.batch import FloatArray, TrainBatch
 from miniverl_dist.schemas.run_state import RunState
 from miniverl_dist.schemas.teacher import SpanScore, TeacherScore
-from miniverl_dist.schemas.trajectory import (
-    SamplingRecord,
-    Span,
-    SpanKind,
-    Termination,
-    Trajectory,
-)
+from miniverl_dist.schemas.trajectory import Trajectory
 from miniverl_dist.schemas.weights import weights_checksum
 from miniverl_dist.training import checkpoint
 from miniverl_dist.training.batch_builder import build_batch
 from miniverl_dist.training.weight_sync import DirectWeightStore
 from rollout_server.engines.toy import ToyEngine
 from tests.fakes import run_config
+from tests.support.teachers import trajectory
 from tests.support.toy import (
     TOKENIZER,
     VOCABULARY_IDS,
@@ -39,7 +34,7 @@ from tests.support.toy import (
     tiny_config,
 )
 
-NUM_PROMPT, NUM_SAMPLED = 5, 12
+NUM_PROMPT, NUM_SAMPLED = 2, 12
 
 
 def one_byte_each(ids: object) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -49,40 +44,9 @@ def one_byte_each(ids: object) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 def told(member: int, token_ids: tuple[int, ...], logprobs: FloatArray) -> Trajectory:
     """A prompt and one sampled span; siblings earn the same, so that only the teacher speaks."""
-    spans = (
-        Span(kind=SpanKind.USER, start=0, end=NUM_PROMPT, segment_key="user:0"),
-        Span(
-            kind=SpanKind.ASSISTANT_FINAL,
-            start=NUM_PROMPT,
-            end=len(token_ids),
-            segment_key="assistant:0",
-            sampled=True,
-            weight_versions=(0,),
-        ),
-    )
-    return Trajectory(
-        trajectory_id=f"0.{member}",
-        group_id="0",
-        task_id="a",
-        environment="none",
-        prefix_calls=0,
-        tail_calls=1,
-        tokenizer_fingerprint=TOKENIZER.fingerprint,
-        token_ids=token_ids,
-        spans=spans,
-        loss_mask=(False,) * NUM_PROMPT + (True,) * NUM_SAMPLED,
-        rollout_logprobs=np.concatenate([np.full(NUM_PROMPT, np.nan), logprobs]),
-        messages=(),
-        tool_calls=(),
-        exec_successes=(),
-        reward=1.0,
-        reward_parts={},
-        passed=True,
-        verdict={},
-        termination=Termination.FINAL_ANSWER,
-        sampling=SamplingRecord(temperature=1.0, max_new_tokens=NUM_SAMPLED),
-        seed=member,
-    )
+    episode = trajectory(f"g.{member}", num_tokens=len(token_ids), versions=(0,))
+    known = np.concatenate([np.full(NUM_PROMPT, np.nan), logprobs])
+    return episode.model_copy(update={"token_ids": token_ids, "rollout_logprobs": known})
 
 
 def scored(episode: Trajectory, reverse_kl: FloatArray) -> ScoredTrajectory:
@@ -154,7 +118,7 @@ def test_defect_sign_reaches_the_weights(sign: int) -> None:
         members=tuple(scored(member, reverse_kl) for member in members),
         num_publishes=1,
     )
-    built = build_batch([group], config, one_byte_each, policy_version=0)
+    built = build_batch([group], config, one_byte_each)
     assert built.batch is not None
     student.update(built.batch)
     moved = (np.stack([logprobs(ids) for ids in sequences]) - before).mean(axis=0)

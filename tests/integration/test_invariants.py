@@ -23,7 +23,7 @@ from actors.single import Parts, SingleActor
 from miniverl_dist.backends.weights_io import load_toy_folder
 from miniverl_dist.config.load import LoadedConfig, load_config
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.errors import CheckpointError, ChecksumError, ConfigError
+from miniverl_dist.errors import CheckpointError, ChecksumError, ConfigError, ResumeError
 from miniverl_dist.observability.progress import SilentProgress
 from miniverl_dist.ports import Assignment
 from miniverl_dist.schemas.run_state import CheckpointManifest
@@ -68,7 +68,7 @@ class TestResumeUnderTheSameConfig:
         )
         marker.write_text(resealed.model_dump_json())
         before = (run / "metrics.jsonl").read_bytes()
-        with pytest.raises(CheckpointError, match="belongs to config 000000000000"):
+        with pytest.raises(ResumeError, match="belongs to config 000000000000"):
             launch.resume(run, progress=SilentProgress(), make_actor=no_actor)
         assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -251,8 +251,8 @@ class Interrupted(SingleActor):
     """Sends its own process SIGTERM while the groups of step 2 are being played."""
 
     @asynccontextmanager
-    async def open(self, *, tail_calls: int | None = None) -> AsyncIterator[Parts]:
-        async with super().open(tail_calls=tail_calls) as parts:
+    async def open(self, **options: Any) -> AsyncIterator[Parts]:
+        async with super().open(**options) as parts:
             inner = parts.ports.rollouts
 
             class Signalling:

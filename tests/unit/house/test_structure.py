@@ -61,9 +61,9 @@ def sizes(tree: ast.Module, text: str) -> Iterator[str]:
     """Files and functions that are too long."""
     if text.count("\n") > MAX_FILE_LINES:
         yield f"{text.count(chr(10))} lines, at most {MAX_FILE_LINES}"
-    for node in ast.walk(tree):
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_function and num_lines(node) > MAX_FUNCTION_LINES:
+    functions = (node for node in ast.walk(tree) if isinstance(node, Function))
+    for node in functions:
+        if num_lines(node) > MAX_FUNCTION_LINES:
             yield f"{node.name} has {num_lines(node)} lines, at most {MAX_FUNCTION_LINES}"
 
 

@@ -11,20 +11,21 @@ from msgspec.structs import replace
 from miniverl_dist.errors import (
     EngineError,
     MalformedReplyError,
+    PrefixPropertyError,
     RequestRejectedError,
     ServerUnavailableError,
     TaskNotFoundError,
 )
 from miniverl_dist.generate_api.wire import GenerateReply
 from miniverl_dist.ports import Assignment
-from miniverl_dist.schemas.messages import ParseStatus
+from miniverl_dist.schemas.messages import Message, ParseStatus
 from miniverl_dist.schemas.trajectory import (
     HARNESS_TERMINATIONS,
     SpanKind,
     Termination,
     Trajectory,
 )
-from rollout_server.episode import EVALUATION_BUDGET, TRAINING_BUDGET, EpisodePlayer
+from rollout_server.episode import EVALUATION_BUDGET, TRAINING_BUDGET, EpisodePlayer, _Episode
 from tests.fake_stage import (
     CHAT,
     ScriptedEngine,
@@ -396,3 +397,13 @@ class TestSeeds:
 
     async def test_the_same_place_gets_the_same_seeds(self) -> None:
         assert await self.seeds(assignment(), 2) == await self.seeds(assignment(), 2)
+
+
+def test_peer_19_a_former_token_that_changes_is_found() -> None:
+    player = EpisodePlayer(stage(), engine_policy(ScriptedEngine("x")), seed=0, clock=FakeClock())
+    episode = _Episode(player, assignment(), 0, seed=0)
+    episode._transcript.add_messages([Message(role="user", content="go")])
+    episode._seen = episode._extended_prompt()
+    episode._transcript.token_ids[1] += 1
+    with pytest.raises(PrefixPropertyError, match="at token 1"):
+        episode._extended_prompt()

@@ -187,3 +187,9 @@ class TestLabels:
         changes = {} if objective == "grpo" else WITH_TEACHER | {"objective": objective}
         config = recipe(**changes)
         assert (config.uses_teacher, config.uses_group_advantage) == (teacher, rewards)
+
+
+def test_peer_39_sampling_ahead_needs_a_bound_on_the_importance_weight() -> None:
+    assert "mismatch_cap" in refused(loop={"max_policy_lag": 1}, loss={"mismatch_cap": None})
+    recipe(loop={"max_policy_lag": 1})
+    recipe(loss={"mismatch_cap": None})
