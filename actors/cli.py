@@ -292,7 +292,9 @@ def _show_run(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
         typer.echo(json.dumps({"result": result}))
         return
     word = "finished" if summary.is_finished else f"stopped (miniverl-dist resume {folder})"
-    typer.echo(f"{word} after step {summary.step}; see {folder}/summary.md and report.html")
+    has_report = (folder / "report.html").exists()
+    where = f"; see {folder}/summary.md and report.html" if has_report else ""
+    typer.echo(f"{word} after step {summary.step}{where}")
 
 
 def main() -> None:

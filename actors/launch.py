@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from actors.preflight import require_local_packages
 from actors.single import SingleActor
 from miniverl_dist import __version__
 from miniverl_dist.config.load import LoadedConfig, load_run_config
-from miniverl_dist.errors import MiniverlError, ResumeError
+from miniverl_dist.errors import ConfigError, MiniverlError, ResumeError
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.observability.environment import environment_record
 from miniverl_dist.observability.events import Event
@@ -21,12 +22,12 @@ from miniverl_dist.observability.progress import Progress
 from miniverl_dist.observability.run_dir import (
     CHECKPOINTS,
     ENVIRONMENT,
-    EVALUATION,
     MANIFEST,
     RunDirectory,
 )
 from miniverl_dist.schemas.evaluation import EvaluationReport
 from miniverl_dist.training import checkpoint as commits
+from miniverl_dist.training.evaluator import read_evaluation
 from miniverl_dist.training.loop import RunSummary, Trainer
 from miniverl_dist.training.recorder import COMMITTED_FILES, Recorder
 
@@ -47,6 +48,7 @@ def train(
         ConfigError: the directory is not empty.
         MiniverlError: whatever ended the run; the directory then says so.
     """
+    require_local_packages()
     with RunDirectory.create(run_dir) as run:
         config.save(run)
         run.write_json(ENVIRONMENT, environment_record())
@@ -64,13 +66,18 @@ def resume(
         CheckpointError, ChecksumError: the newest commit is damaged.
         ResumeError: the newest commit belongs to another config.
     """
+    require_local_packages()
     config = load_run_config(run_dir)
     with RunDirectory.open(run_dir, writable=True) as run:
         commits.discard_incomplete(run_dir / CHECKPOINTS)
-        complete = commits.list_checkpoints(run_dir / CHECKPOINTS)
-        newest = complete[-1] if complete else None
+        newest = commits.newest_checkpoint(run_dir / CHECKPOINTS)
         if newest is None:
-            run.truncate(dict.fromkeys(COMMITTED_FILES, 0))
+            # The first commit comes before the first step: without one there are no steps either.
+            if any(run.positions(COMMITTED_FILES).values()):
+                raise ResumeError(
+                    f"{run_dir} records trained steps but has no checkpoint left: "
+                    f"{CHECKPOINTS}/ was removed. Restore it, or start a new run"
+                )
         else:
             found = commits.read_manifest(newest).state.config_digest
             if found != config.digest:
@@ -100,25 +107,35 @@ def evaluate(
         output: Run directory of the job (made anew) or an existing run to add rows to.
         progress: Told what happens.
     """
+    require_local_packages()
     if "student" in policies and checkpoint is None:
         progress.message("note: no checkpoint given, the student is evaluated untrained")
     with _evaluation_run(config, output) as run:
         recorder = Recorder(run, progress, SystemClock())
         actor = SingleActor(config, recorder)
-        asyncio.run(_evaluate(actor, policies, checkpoint, tail_calls))
-        return EvaluationReport.model_validate_json(run.read_bytes(EVALUATION))
+        tag = "initial" if checkpoint is None else _checkpoint_tag(checkpoint, config)
+        asyncio.run(_evaluate(actor, policies, checkpoint, tail_calls, tag))
+        return read_evaluation(run) or actor.empty_evaluation(config.config.evaluation)
+
+
+def _checkpoint_tag(checkpoint: Path, config: LoadedConfig) -> str:
+    """A row's tag: the commit's name, and whose it is when it was made under another config."""
+    found = commits.read_manifest(checkpoint).state.config_digest
+    return checkpoint.name if found == config.digest else f"{checkpoint.name}@{found[:8]}"
 
 
 async def _evaluate(
-    actor: SingleActor, policies: tuple[str, ...], checkpoint: Path | None, tail_calls: int | None
+    actor: SingleActor,
+    policies: tuple[str, ...],
+    checkpoint: Path | None,
+    tail_calls: int | None,
+    tag: str,
 ) -> None:
     await actor.prepare(with_teacher="teacher" in policies)
     async with actor.open(tail_calls=tail_calls, with_scorer=False) as parts:
-        tag = "initial"
         if checkpoint is not None:
             state = commits.verify(checkpoint).state
             await parts.ports.students.load(checkpoint, state.policy_version)
-            tag = checkpoint.name
         await parts.ports.weights.publish(await parts.ports.students.snapshot())
         version = parts.ports.students.policy_version
         for name in policies:
@@ -130,6 +147,13 @@ async def _evaluate(
 def _evaluation_run(config: LoadedConfig, output: Path) -> Iterator[RunDirectory]:
     if (output / MANIFEST).exists():
         with RunDirectory.open(output, writable=True) as run:
+            found = run.read_json(MANIFEST).get("config_digest")
+            if found != config.digest:
+                raise ConfigError(
+                    f"{output} belongs to config {str(found)[:12]}, this evaluation to "
+                    f"{config.digest[:12]}: rows of different tasks or settings do not go into one "
+                    "table; choose another --output"
+                )
             yield run
         return
     with RunDirectory.create(output) as run:

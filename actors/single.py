@@ -26,18 +26,18 @@ from actors.student_side import (
     warmup_traces,
 )
 from actors.teacher_side import (
-    TEACHER_VOCABULARY_FILE,
+    TEACHER_SEAL_FILE,
     fit_teacher,
     teacher_scorer,
     teacher_tokenizer,
 )
 from miniverl_dist.alignment.spans import student_byte_ends
 from miniverl_dist.config.load import LoadedConfig
+from miniverl_dist.config.recipe import EvaluationConfig
 from miniverl_dist.config.roles import SftConfig
 from miniverl_dist.generate_api.wire import SamplingParams
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.observability.events import Event
-from miniverl_dist.observability.run_dir import EVALUATION
 from miniverl_dist.ports import RolloutSource
 from miniverl_dist.schemas.batch import IntArray, SftBatch
 from miniverl_dist.schemas.evaluation import EvaluationReport
@@ -46,7 +46,7 @@ from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 from miniverl_dist.training.evaluate import assignments
-from miniverl_dist.training.evaluator import Evaluator
+from miniverl_dist.training.evaluator import Evaluator, read_evaluation
 from miniverl_dist.training.loop import Trainer, TrainerPorts
 from miniverl_dist.training.recorder import Recorder
 from miniverl_dist.training.sft import sft_batches
@@ -91,7 +91,7 @@ class SingleActor:
             self._recorder.progress.phase("declaring the student's vocabulary")
             (await declare_vocabulary(self._config, self._clock)).save(path)
         teacher = self._config.teacher if with_teacher else None
-        is_fitted = (self._run_dir / TEACHER_VOCABULARY_FILE).exists()  # written last
+        is_fitted = (self._run_dir / TEACHER_SEAL_FILE).exists()  # written last
         if teacher is not None and teacher.fit is not None and not is_fitted:
             await self._fit_teacher(teacher.fit)
 
@@ -195,16 +195,7 @@ class SingleActor:
         if tail_calls is not None:
             config = config.model_copy(update={"tail_calls": tail_calls})
         places = assignments(side.environment.tasks(), side.eval_ids, config.tail_calls)
-        path = self._run_dir / EVALUATION
-        report = EvaluationReport(
-            environment=side.environment.name,
-            task_ids=side.eval_ids,
-            trains_on_eval_tasks=bool(set(side.train_ids) & set(side.eval_ids)),
-            temperature=config.temperature,
-            rows=(),
-        )
-        if path.exists():
-            report = EvaluationReport.model_validate_json(path.read_bytes())
+        report = read_evaluation(self._recorder.run) or self.empty_evaluation(config)
         sources = EvaluationSources(self._config, side, engine, self._run_dir, self._clock)
         return Evaluator(
             sources.by_name(),
@@ -213,6 +204,17 @@ class SingleActor:
             report,
             self._recorder,
             deadline_s=self._config.deadlines.evaluate_s,
+        )
+
+    def empty_evaluation(self, config: EvaluationConfig) -> EvaluationReport:
+        """The report before its first row."""
+        side = self.side
+        return EvaluationReport(
+            environment=side.environment.name,
+            task_ids=side.eval_ids,
+            trains_on_eval_tasks=bool(set(side.train_ids) & set(side.eval_ids)),
+            temperature=config.temperature,
+            rows=(),
         )
 
     async def trainer(self, parts: Parts) -> Trainer:

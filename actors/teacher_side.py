@@ -11,6 +11,7 @@ import numpy as np
 from actors.student_side import StudentSide, sft_seed
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import SftConfig, TeacherConfig, ToyModelConfig
+from miniverl_dist.errors import ConfigError
 from miniverl_dist.generate_api.client import ClientLimits, GenerateClient, read_headers_file
 from miniverl_dist.ports import ChatFormat, Clock, TeacherScorer
 from miniverl_dist.schemas.messages import ToolSchema
@@ -18,6 +19,7 @@ from miniverl_dist.schemas.trajectory import Trajectory
 from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
+from miniverl_dist.training.checkpoint import seal, verify_seal
 from miniverl_dist.training.sft import SftExample
 from rollout_server.traces import Trace
 from teacher_server.client import HttpTeacher, LocalTeacher, TeacherIdentity
@@ -25,6 +27,8 @@ from teacher_server.rendering import DeepSeekV4ChatFormat, TeacherRendering, ren
 
 TEACHER_FOLDER = "teacher"
 TEACHER_VOCABULARY_FILE = "teacher-vocabulary.json"
+TEACHER_SEAL_FILE = "teacher.json"
+"""Checksums of the fitted teacher; written last, so a teacher without it was never finished."""
 
 
 class Renderer:
@@ -77,15 +81,25 @@ def declare_teacher_vocabulary(
 
 
 def teacher_examples(
-    traces: Iterable[Trace], renderer: Renderer, fit: SftConfig
+    traces: Iterable[Trace], renderer: Renderer, fit: SftConfig, *, limit: int
 ) -> list[SftExample]:
-    """Supervised sequences of the teacher over its own tokens."""
-    return [_teacher_example(trace, renderer, fit) for trace in traces]
+    """Supervised sequences of the teacher over its own tokens, at most ``limit`` of them each.
+
+    Raises:
+        ConfigError: a trace does not fit the teacher's context.
+    """
+    return [_teacher_example(trace, renderer, fit, limit) for trace in traces]
 
 
-def _teacher_example(trace: Trace, renderer: Renderer, fit: SftConfig) -> SftExample:
+def _teacher_example(trace: Trace, renderer: Renderer, fit: SftConfig, limit: int) -> SftExample:
     rendering = renderer.render(trace.trajectory, every_written=True)
     end = max(span.end for span in rendering.spans)
+    if end > limit:
+        raise ConfigError(
+            f"teacher.model.max_context_tokens is {limit}, but a trace of "
+            f"{trace.trajectory.task_id} takes {end} teacher tokens: raise it, or choose a shorter "
+            "environment.prompt"
+        )
     token_ids = np.asarray(rendering.token_ids[:end], dtype=np.int64)
     written = np.zeros(end, dtype=bool)
     loss_mask = np.zeros(end, dtype=bool)
@@ -116,7 +130,12 @@ def fit_teacher(
     weights = fit_toy(
         teacher.model,
         vocabulary,
-        teacher_examples(traces, Renderer(teacher, side, vocabulary), teacher.fit),
+        teacher_examples(
+            traces,
+            Renderer(teacher, side, vocabulary),
+            teacher.fit,
+            limit=teacher.model.max_context_tokens,
+        ),
         teacher.fit,
         seed=sft_seed(config, "teacher"),
         on_step=on_step,
@@ -124,10 +143,17 @@ def fit_teacher(
     identity = TokenizerIdentity(vocabulary.name, vocabulary.fingerprint)
     save_toy_folder(run_dir / TEACHER_FOLDER, teacher.model, vocabulary.ids, identity, weights)
     vocabulary.save(run_dir / TEACHER_VOCABULARY_FILE)
+    seal(run_dir / TEACHER_FOLDER, run_dir / TEACHER_SEAL_FILE)
 
 
 def teacher_tokenizer(config: TeacherConfig, run_dir: Path) -> TokenizerLike:
-    """The teacher's tokenizer; a toy teacher's is the sub-vocabulary stored with it."""
+    """The teacher's tokenizer; a toy teacher's is the sub-vocabulary stored with it.
+
+    Raises:
+        CheckpointError, ChecksumError: the fitted teacher is damaged.
+    """
+    if config.fit is not None:
+        verify_seal(run_dir / TEACHER_FOLDER, run_dir / TEACHER_SEAL_FILE)
     base = load_tokenizer(config.tokenizer)
     path = run_dir / TEACHER_VOCABULARY_FILE if config.fit is not None else config.vocabulary
     return base if path is None else SubVocabulary.load(path, base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from actors.teacher_side import TEACHER_FOLDER, TEACHER_SEAL_FILE
 from miniverl_dist.config.load import load_config, load_run_config
 from miniverl_dist.errors import ConfigError, RecordError
 from miniverl_dist.observability.events import Event
@@ -18,6 +19,7 @@ from miniverl_dist.observability.run_dir import (
 )
 from miniverl_dist.reporting.run_data import parse_evaluation, parse_trajectory
 from miniverl_dist.training import checkpoint
+from miniverl_dist.training.journal import Journal
 
 _RECIPES = (".yaml", ".yml")
 
@@ -55,6 +57,11 @@ def _run(path: Path) -> str:
     found = [f"config {config.digest[:12]}"]
     found += [_record_file(path / name) for name in RecordFile if (path / name).exists()]
     found += [_evaluation(file) for file in sorted(path.glob("eval*.json"))]
+    if (path / TEACHER_SEAL_FILE).exists():
+        checkpoint.verify_seal(path / TEACHER_FOLDER, path / TEACHER_SEAL_FILE)
+        found.append("the fitted teacher")
+    found.append(_counted(Journal(path / "journal").verify(), "journalled step"))
+    checkpoint.newest_checkpoint(path / CHECKPOINTS)
     checkpoints = checkpoint.list_checkpoints(path / CHECKPOINTS)
     for folder in checkpoints:
         _checkpoint_of_run(folder, run, config.digest)

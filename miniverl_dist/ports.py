@@ -201,7 +201,7 @@ class Curriculum(Protocol):
         """Learn from the groups of one committed step."""
 
     def summary(self) -> dict[str, float]:
-        """Current horizon as metrics (mean and largest T, share of finished tasks)."""
+        """Progress as metrics (share of finished tasks)."""
 
     def state(self) -> dict[str, Any]:
         """JSON state for RunState."""

@@ -100,19 +100,16 @@ class ReverseK:
             self._tail[task_id] = tail + 1
 
     def summary(self) -> dict[str, float]:
-        """Mean and largest T, and the share of finished tasks.
+        """The share of finished tasks.
 
         A task is finished when it passed at its largest T (``on_success``) or has reached it
         (``fixed``).
         """
-        tails = list(self._tail.values())
         if self._config.schedule == "fixed":
             num_finished = sum(self._tail[i] == self._limit[i] for i in self._ids)
         else:
             num_finished = len(self._finished)
         return {
-            "tail_calls_mean": sum(tails) / len(tails),
-            "tail_calls_max": float(max(tails)),
             "finished_tasks_fraction": num_finished / len(self._ids),
         }
 

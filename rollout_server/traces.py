@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miniverl_dist.environments.base import Environment, Session, TaskInfo
-from miniverl_dist.errors import EnvironmentFaultError
+from miniverl_dist.errors import ConfigError, EnvironmentFaultError
 from miniverl_dist.ports import Assignment, Clock
 from miniverl_dist.schemas.messages import ToolCall
 from miniverl_dist.schemas.seeds import derive_seed
@@ -79,6 +79,7 @@ class TraceMaker:
 
         Raises:
             EnvironmentFaultError: an episode ended as a fault of the harness.
+            ConfigError: an episode does not fit the context.
         """
         tasks = self._stage.environment.tasks()
         pool = _call_pool(self._stage.environment, tasks, task_ids)
@@ -120,7 +121,21 @@ class TraceMaker:
                 f"scripted trace of {task_id} at K = {prefix_calls} ended as "
                 f"{trajectory.termination}: {trajectory.notes.get('error')}"
             )
-        return Trace(trajectory, script.clean_texts(trajectory))
+        trace = Trace(trajectory, script.clean_texts(trajectory))
+        self._require_fit(trace, has_written=script.has_written)
+        return trace
+
+    def _require_fit(self, trace: Trace, *, has_written: bool) -> None:
+        trajectory, limit = trace.trajectory, self._stage.limits.max_context_tokens
+        spans = trace.written_spans
+        found = spans[-1][1].end if has_written else len(trajectory.token_ids)
+        if not has_written or found > limit:
+            raise ConfigError(
+                f"the scripted episode of {trajectory.task_id} with T = {trajectory.tail_calls} "
+                f"takes {found} tokens or more, the context of the model that plays has {limit}: "
+                "raise max_context_tokens (rollout, student.model), choose a shorter "
+                "environment.prompt, or leave the task out"
+            )
 
 
 class _NoisyScript:
@@ -150,6 +165,11 @@ class _NoisyScript:
         )
         calls = kept if spoilt is None else [*kept, spoilt]
         return self._write_calls(calls) if calls else DONE_TEXT
+
+    @property
+    def has_written(self) -> bool:
+        """False where the context left no room for a single turn."""
+        return bool(self._texts)
 
     def clean_texts(self, trajectory: Trajectory) -> dict[int, str]:
         """Message index -> clean text of the spoilt messages."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from miniverl_dist.errors import MiniverlError
+from miniverl_dist.errors import MiniverlError, MissingDependencyError
 from miniverl_dist.generate_api.app import LOOPBACK, serve_until_signal
 from teacher_server.app import TextScorer, build_teacher_app
 
@@ -56,7 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _load(options: argparse.Namespace) -> TextScorer:
     # Here, not at the top: a wrong command line should not wait for torch to be imported.
-    from teacher_server.scorer import load_scorer, set_num_threads
+    try:
+        from teacher_server.scorer import load_scorer, set_num_threads
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"scoring needs {error.name}: pip install 'miniverl-dist[local]'"
+        ) from error
 
     if options.num_threads is not None:
         set_num_threads(options.num_threads)

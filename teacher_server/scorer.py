@@ -259,6 +259,8 @@ def load_hf(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> HFC
             "scoring with a Hugging Face model needs transformers: "
             "pip install 'miniverl-dist[local]'"
         ) from exc
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; a model is loaded from a local folder only")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False

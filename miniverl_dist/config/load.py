@@ -22,6 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from miniverl_dist import __version__
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.problems import explain
 from miniverl_dist.config.yaml_text import FieldPath, dump_yaml, parse_yaml
@@ -96,9 +97,19 @@ def load_run_config(run_dir: Path) -> LoadedConfig:
     run = RunDirectory.open(run_dir)
     path = run_dir / CONFIG_RESOLVED
     layers = _Layers()
-    layers.add_file(path, run.read_bytes(CONFIG_RESOLVED), chain=())
-    resolved = _validated(layers, path, run.read_bytes(CONFIG_SUBMITTED))
-    recorded = run.read_json(MANIFEST).get("config_digest")
+    manifest = run.read_json(MANIFEST)
+    try:
+        layers.add_file(path, run.read_bytes(CONFIG_RESOLVED), chain=())
+        resolved = _validated(layers, path, run.read_bytes(CONFIG_SUBMITTED))
+    except ConfigError as error:
+        made_by = manifest.get("version")
+        if made_by in (None, __version__):
+            raise
+        raise ConfigError(
+            f"{error}\nThe run was made by version {made_by}, this is version {__version__}: "
+            "continue it with its own version"
+        ) from None
+    recorded = manifest.get("config_digest")
     if resolved.digest != recorded:
         raise ConfigError(
             f"{path}: found digest {resolved.digest[:12]}, expected {str(recorded)[:12]} as in "
@@ -149,7 +160,20 @@ class _Layers:
 
     def _add(self, data: Mapping[str, Any], origins: Mapping[FieldPath, str]) -> None:
         self.data = merge(self.data, data)
+        # What a later layer says about a field also hides where parts of the former value stood.
+        leaves = [path for path in origins if path and not _is_mapping_at(data, path)]
+        for path in leaves:
+            for former in [o for o in self._origins if o[: len(path)] == path]:
+                del self._origins[former]
         self._origins.update(origins)
+
+
+def _is_mapping_at(data: object, path: FieldPath) -> bool:
+    for key in path:
+        if not isinstance(data, Mapping):
+            return False
+        data = data.get(key)
+    return isinstance(data, Mapping)
 
 
 def merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ Objective = Literal["grpo", "opd", "grpo_opd"]
 class RunConfig(ConfigModel):
     """One training run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Names the run directory below ``runs/``."""
     seed: int = 0
     runtime: Literal["inprocess"] = "inprocess"
@@ -88,6 +88,12 @@ class RunConfig(ConfigModel):
             return "objective grpo has no OPD term: remove the `opd` section"
         if self.opd is not None and self.opd.coef == 0:
             return "opd.coef is 0: use `objective: grpo` instead of a teacher without a say"
+        if (
+            self.opd is not None
+            and self.opd.discount != 1
+            and (self.opd.lookahead != "return_to_go")
+        ):
+            return "opd.discount has a meaning only with `lookahead: return_to_go`"
         if "teacher" in self.evaluation.baselines and self.teacher is None:
             return "evaluation.baselines names the teacher, but there is no `teacher` section"
         if self.uses_group_advantage and self.loop.group_size < 2:

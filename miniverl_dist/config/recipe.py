@@ -24,6 +24,17 @@ class TaskIds(ConfigModel):
     eval: tuple[str, ...] = Field(min_length=1)
     """May repeat the training tasks; the report then says that it measures memorisation."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, ids in (("train", self.train), ("eval", self.eval)):
+            repeated = sorted({i for i in ids if ids.count(i) > 1})
+            if repeated:
+                raise ValueError(
+                    f"tasks.{name}: {', '.join(repeated)} given more than once; episodes of one "
+                    "task are not independent (see evaluation.episodes_per_task)"
+                )
+        return self
+
 
 class TaskSplit(ConfigModel):
     """A declared split of all tasks."""
@@ -88,7 +99,7 @@ class RolloutConfig(ConfigModel):
 
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
+    top_k: Annotated[int, Field(ge=-1)] = -1
     min_p: Fraction = 0.0
     max_new_tokens: PositiveInt = 512
     """Per assistant turn."""
@@ -148,7 +159,7 @@ class LossConfig(ConfigModel):
     """Policy loss."""
 
     kind: Literal["ppo", "gspo_token", "cispo"] = "ppo"
-    clip_low: PositiveFloat = CLIP_RANGES["ppo"][0]
+    clip_low: Annotated[float, Field(gt=0, le=1)] = CLIP_RANGES["ppo"][0]
     """The ratio's lower bound is 1 - clip_low; the default depends on ``kind``."""
     clip_high: PositiveFloat = CLIP_RANGES["ppo"][1]
     """The ratio's upper bound is 1 + clip_high; the default depends on ``kind``."""
@@ -174,11 +185,14 @@ class LossConfig(ConfigModel):
         return {"clip_low": low, "clip_high": high} | data
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(ConfigModel):
     """AdamW."""
 
     lr: PositiveFloat = 5e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     grad_clip: PositiveFloat = 1.0

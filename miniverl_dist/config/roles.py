@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -128,6 +129,11 @@ class TeacherConfig(ConfigModel):
             )
         if self.fit is not None and (self.model is None or self.model.kind != "toy"):
             raise ValueError("teacher.fit: only a toy teacher in this process can be fitted")
+        if self.fit is None and self.model is not None and self.model.kind == "toy":
+            raise ValueError(
+                "teacher.fit is missing: a toy teacher in this process starts from nothing and has "
+                "to be fitted on scripted traces"
+            )
         if self.vocabulary is not None and self.url is None:
             raise ValueError(
                 "teacher.vocabulary goes with `url`; a toy teacher in this process has its own"
@@ -137,6 +143,8 @@ class TeacherConfig(ConfigModel):
                 f"teacher.rendering: native needs the teacher's chat format, and there is none for "
                 f"tokenizer {self.tokenizer!r}; use `rendering: raw` or tokenizer `deepseek-v4`"
             )
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"teacher.url: expected http:// or https://, found {self.url!r}")
+        if self.url is not None and not (
+            self.url.startswith(("http://", "https://")) and urlsplit(self.url).hostname
+        ):
+            raise ValueError(f"teacher.url: expected http(s)://host[:port], found {self.url!r}")
         return self

@@ -31,6 +31,10 @@ from miniverl_dist.errors import ConfigError
 
 FieldPath = tuple[str | int, ...]
 
+_MAX_DEPTH = 32
+_MAX_NODES = 100_000
+_MAX_DIGITS = 300
+
 _NULL = re.compile(r"null|Null|NULL|~|")
 _TRUE = re.compile(r"true|True|TRUE")
 _FALSE = re.compile(r"false|False|FALSE")
@@ -91,7 +95,8 @@ class _Reader:
         self.lines: dict[FieldPath, int] = {}
         self._source = source
         self._events = events
-        self._anchors: dict[str, Any] = {}
+        self._anchors: dict[str, tuple[Any, int]] = {}
+        self._num_nodes = 0  # values so far, those behind an alias counted each time
 
     def document(self) -> Any:  # noqa: ANN401 - any JSON value
         next(self._events)
@@ -106,15 +111,21 @@ class _Reader:
 
     def _node(self, event: Event, path: FieldPath) -> Any:  # noqa: ANN401 - any JSON value
         self.lines[path] = event.start_mark.line + 1
+        if len(path) > _MAX_DEPTH:
+            self._refuse(event, f"values nested more than {_MAX_DEPTH} deep")
+        before, self._num_nodes = self._num_nodes, self._num_nodes + 1
         if isinstance(event, AliasEvent):
             if event.anchor not in self._anchors:
                 self._refuse(event, f"alias *{event.anchor} without an anchor before it")
-            return self._anchors[event.anchor]
+            value, size = self._anchors[event.anchor]
+            self._num_nodes += size
+            if self._num_nodes > _MAX_NODES:
+                self._refuse(event, f"aliases that spell out more than {_MAX_NODES} values")
+            return value
         if not isinstance(event, ScalarEvent | SequenceStartEvent | MappingStartEvent):
             self._refuse(event, f"{type(event).__name__}, expected a value")
         if event.tag not in (None, "!"):
             self._refuse(event, f"tag {event.tag!r}; values here are plain YAML, without tags")
-        value: Any
         if isinstance(event, ScalarEvent):
             value = self._scalar(event)
         elif isinstance(event, SequenceStartEvent):
@@ -122,7 +133,7 @@ class _Reader:
         else:
             value = self._mapping(path)
         if event.anchor:
-            self._anchors[event.anchor] = value
+            self._anchors[event.anchor] = value, self._num_nodes - before
         return value
 
     def _sequence(self, path: FieldPath) -> list[Any]:
@@ -151,6 +162,8 @@ class _Reader:
             return str(event.value)
         if _NOT_FINITE.fullmatch(event.value):
             self._refuse(event, f"{event.value}, expected a finite number")
+        if len(event.value) > _MAX_DIGITS and _INT.fullmatch(event.value):
+            self._refuse(event, f"a number of {len(event.value)} digits")
         value = core_scalar(event.value)
         if isinstance(value, float) and math.isinf(value):
             self._refuse(event, f"{event.value} does not fit a 64-bit float")

@@ -76,8 +76,8 @@ METRICS: Final[Mapping[str, Metric]] = {
     "policy_lag_max": Metric("publishes", "largest number of publishes between sampling and use"),
     "projection_chunk_size": Metric("rows", "rows of the vocabulary projection held at once"),
     # Curriculum
-    "tail_calls_mean": Metric("calls", "mean T: calls left to the student"),
-    "tail_calls_max": Metric("calls", "largest T"),
+    "tail_calls_mean": Metric("calls", "mean T of the batch: calls left to the student"),
+    "tail_calls_max": Metric("calls", "largest T of the batch"),
     "finished_tasks_fraction": Metric("fraction", "tasks whose T has reached its limit"),
     # Time and memory
     "seconds_take": Metric("seconds", "waiting for groups"),

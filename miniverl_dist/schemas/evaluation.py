@@ -43,3 +43,5 @@ class EvaluationReport(FrozenModel):
     """True where evaluation tasks are also trained on: the numbers then measure memorisation."""
     temperature: float
     rows: tuple[EvaluationRow, ...]
+    num_episode_bytes: int = 0
+    """Length of eval_trajectories.jsonl that belongs to these rows."""

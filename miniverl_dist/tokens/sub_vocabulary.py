@@ -174,7 +174,15 @@ def _checksum(contents: Mapping[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        contents = dict(json.loads(path.read_text()))
+        text = path.read_text()
+    except OSError as error:
+        raise TokenizerError(
+            f"cannot read the sub-vocabulary {path}: {error.strerror or error}"
+        ) from None
+    except UnicodeDecodeError:
+        text = ""
+    try:
+        contents = dict(json.loads(text))
         checksum = contents.pop("sha256")
         is_sound = contents["format"] == _FORMAT and checksum == _checksum(contents)
     except (ValueError, KeyError, TypeError):

@@ -180,7 +180,8 @@ def _drop_message(members: Sequence[ScoredTrajectory], dropped: int, config: Run
     return (
         f"{dropped} of {len(members)} trajectories have no teacher score, more than "
         f"teacher.max_drop_fraction = {limit} allows; the teacher said: "
-        f"{'; '.join(reasons[:3]) or 'nothing'}. Mend the teacher, then `miniverl-dist resume`"
+        f"{'; '.join(reasons[:3]) or 'nothing'}. Mend the teacher, then `miniverl-dist resume`; "
+        "where a limit of the config is the cause, start a new run with another one"
     )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -103,6 +104,25 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in found if not path.name.startswith(_TEMPORARY_PREFIX))
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest commit; None where there is none.
+
+    Raises:
+        CheckpointError: a commit has lost its manifest. Going back to an older one in silence
+            would discard steps.
+    """
+    for path in sorted(folder.glob("*/")) if folder.exists() else []:
+        is_temporary = path.name.startswith(_TEMPORARY_PREFIX)
+        if not is_temporary and not (path / CHECKPOINT_MARKER).exists():
+            raise CheckpointError(
+                f"{folder.name}/{path.name} has no {CHECKPOINT_MARKER}, which a commit gets before "
+                "its name: it was removed. Restore it, or remove the whole folder to go back to "
+                "the commit before it"
+            )
+    complete = list_checkpoints(folder)
+    return complete[-1] if complete else None
+
+
 def prune(folder: Path, keep: int) -> list[str]:
     """Remove all but the newest ``keep`` checkpoints; returns the names removed."""
     doomed = list_checkpoints(folder)[:-keep]
@@ -144,14 +164,47 @@ def verify(checkpoint: Path) -> CheckpointManifest:
         ChecksumError: a file differs from its checksum.
     """
     manifest = read_manifest(checkpoint)
+    _verify_files(checkpoint, manifest.files)
+    return manifest
+
+
+def seal(folder: Path, seal_file: Path) -> None:
+    """Make a folder durable and write its files' sizes and checksums into ``seal_file``, last.
+
+    For parts of a run that are made once and are no commit (a fitted teacher).
+    """
+    files = [_describe(path, folder).model_dump() for path in _files(folder)]
+    _make_durable(folder)
+    write_atomic(seal_file, json.dumps({"files": files}, indent=2).encode(), CheckpointError)
+
+
+def verify_seal(folder: Path, seal_file: Path) -> None:
+    """Check a folder against its seal.
+
+    Raises:
+        CheckpointError: the seal is damaged, or a file is missing or unknown.
+        ChecksumError: a file differs from its checksum.
+    """
+    try:
+        entries = json.loads(seal_file.read_bytes())["files"]
+        files = tuple(CheckpointFile.model_validate(entry) for entry in entries)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{seal_file.name} is damaged ({type(error).__name__}): {folder.name}/ cannot be "
+            "trusted; start a new run"
+        ) from error
+    _verify_files(folder, files)
+
+
+def _verify_files(checkpoint: Path, files: Sequence[CheckpointFile]) -> None:
     found = {_relative(path, checkpoint) for path in _files(checkpoint)} - {CHECKPOINT_MARKER}
-    expected = {file.path for file in manifest.files}
+    expected = {file.path for file in files}
     if found != expected:
         raise CheckpointError(
             f"{checkpoint.name}: missing files {sorted(expected - found)}, "
             f"unknown files {sorted(found - expected)}"
         )
-    for file in manifest.files:
+    for file in files:
         actual = _describe(checkpoint / file.path, checkpoint)
         if actual != file:
             raise ChecksumError(
@@ -159,7 +212,6 @@ def verify(checkpoint: Path) -> CheckpointManifest:
                 f"{actual.num_bytes} bytes, expected {file.sha256[:12]} and {file.num_bytes}; "
                 "the file is damaged, use another checkpoint"
             )
-    return manifest
 
 
 def _files(folder: Path) -> list[Path]:

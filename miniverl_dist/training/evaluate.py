@@ -64,6 +64,11 @@ def assignments(
     usable = [i for i in task_ids if tasks[i].num_calls > 0]
     if not usable:
         raise ConfigError("evaluation: no task to evaluate (the split is empty)")
+    longest = max(tasks[i].num_calls for i in usable)
+    if tail_calls > longest:
+        raise ConfigError(
+            f"evaluation: T = {tail_calls}, but no evaluation task has more than {longest} calls"
+        )
     return [
         Assignment(
             ticket=index,

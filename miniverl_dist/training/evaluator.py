@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from pydantic import ValidationError
+
 from miniverl_dist.config.recipe import EvaluationConfig
-from miniverl_dist.errors import MiniverlError
+from miniverl_dist.errors import MiniverlError, RecordError
 from miniverl_dist.observability.events import Event
-from miniverl_dist.observability.run_dir import EVALUATION
+from miniverl_dist.observability.run_dir import EVALUATION, RecordFile, RunDirectory
 from miniverl_dist.ports import Assignment, RolloutSource
 from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow
 from miniverl_dist.training.evaluate import EvaluationJob, evaluate
 from miniverl_dist.training.recorder import Recorder
 
 DETERMINISTIC_POLICIES = frozenset({"null", "oracle"})
+
+
+def read_evaluation(run: RunDirectory) -> EvaluationReport | None:
+    """What eval.json holds; None before the first evaluation.
+
+    Raises:
+        RecordError: it is damaged.
+    """
+    if not (run.path / EVALUATION).exists():
+        return None
+    try:
+        return EvaluationReport.model_validate_json(run.read_bytes(EVALUATION))
+    except ValidationError as error:
+        raise RecordError(
+            f"{EVALUATION} is damaged ({error.errors()[0]['msg']}): restore it, or remove it to "
+            "measure again what comes"
+        ) from None
 
 
 class Evaluator:
@@ -86,7 +105,10 @@ class Evaluator:
     ) -> None:
         """Measure one policy and add its row; nothing happens when that row is there."""
         if any(row.policy == name and row.tag == tag for row in self.rows):
+            self._recorder.progress.message(f"{name} ({tag}) is measured already, not repeated")
             return
+        # Episodes of a row that a crash cut off before it was written do not count.
+        self._recorder.run.truncate({RecordFile.EVAL_TRAJECTORIES: self._report.num_episode_bytes})
         job = EvaluationJob(
             policy=name,
             tag=tag,
@@ -105,7 +127,13 @@ class Evaluator:
             deadline_s=self._deadline_s,
             on_trajectory=lambda t: self._recorder.evaluation_trajectory(tag, name, t),
         )
-        self._report = self._report.model_copy(update={"rows": (*self.rows, row)})
+        written = self._recorder.run.positions([RecordFile.EVAL_TRAJECTORIES])
+        self._report = self._report.model_copy(
+            update={
+                "rows": (*self.rows, row),
+                "num_episode_bytes": written[RecordFile.EVAL_TRAJECTORIES],
+            }
+        )
         self._recorder.run.write_json(EVALUATION, self._report)
         self._recorder.event(event, **row.model_dump(mode="json"))
         self._recorder.progress.message(

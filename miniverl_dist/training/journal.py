@@ -27,8 +27,15 @@ class Journal:
         self._folder = folder
 
     def write(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Store the batch of ``step`` (counted from 0) durably."""
+        """Store the batch of ``step`` (counted from 0) durably.
+
+        Batches of later steps were sampled by a student that this batch is about to change in
+        another way; they are forgotten first.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
+        for path, number in self._batches():
+            if number > step:
+                path.unlink()
         body = _GROUPS.dump_json(tuple(groups))
         head = json.dumps({"sha256": hashlib.sha256(body).hexdigest()}).encode()
         write_atomic(self._path(step), head + b"\n" + body)
@@ -51,14 +58,24 @@ class Journal:
             )
         return list(_GROUPS.validate_json(body, strict=True))
 
+    def verify(self) -> int:
+        """Read every batch; returns their number. Raises ``ChecksumError`` for a damaged one."""
+        return sum(self.read(number) is not None for _, number in self._batches())
+
     def clear(self, *, before_step: int) -> None:
         """Forget the batches of steps below ``before_step``; call after that step's commit.
 
         Later ones stay: a replay that was stopped half-way goes on with them.
         """
-        for path in self._folder.glob("step-*.json"):
-            if int(path.stem.removeprefix("step-")) < before_step:
+        for path, number in self._batches():
+            if number < before_step:
                 path.unlink()
+
+    def _batches(self) -> list[tuple[Path, int]]:
+        return [
+            (path, int(path.stem.removeprefix("step-")))
+            for path in self._folder.glob("step-*.json")
+        ]
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}.json"

@@ -231,6 +231,8 @@ class Trainer:
             **built,
             **result.metrics,
             **self._ports.curriculum.summary(),
+            "tail_calls_mean": sum(g.assignment.tail_calls for g in groups) / len(groups),
+            "tail_calls_max": max(g.assignment.tail_calls for g in groups),
             "step": self._step,
             "policy_version": result.policy_version,
             "num_optimizer_steps": result.num_optimizer_steps,

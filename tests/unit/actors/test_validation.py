@@ -23,6 +23,7 @@ def test_what_is_right_is_counted(run: Path) -> None:
         "6 trajectories",
         "1 evaluation trajectory",
         "4 evaluation rows",
+        "0 journalled steps",
         "1 checkpoint",
     ]
     assert validate_path(run.parent / "sample.yaml").startswith("recipe sample, objective grpo")

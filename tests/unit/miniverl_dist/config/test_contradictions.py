@@ -142,7 +142,8 @@ class TestTeacher:
         assert "found neither" in self.refused()
         assert "found both" in self.refused(**HTTP, model=toy)
         TeacherConfig.model_validate_json(json.dumps(HTTP))
-        TeacherConfig.model_validate_json(json.dumps({"model": toy}))
+        assert "teacher.fit is missing" in self.refused(model=toy)
+        TeacherConfig.model_validate_json(json.dumps({"model": toy, "fit": {"num_steps": 1}}))
 
     @pytest.mark.parametrize(
         "where", [HTTP, {"model": {"kind": "hf", "path": "m"}}], ids=["http", "hf"]
@@ -157,10 +158,10 @@ class TestTeacher:
         assert "there is none for tokenizer 'some-folder'; use `rendering: raw`" in found
         TeacherConfig.model_validate_json(json.dumps(fields | {"rendering": "raw"}))
 
-    @pytest.mark.parametrize("url", ["teacher:30000", "ftp://t", ""])
+    @pytest.mark.parametrize("url", ["teacher:30000", "ftp://t", "", "http://", "https:///x"])
     def test_the_url_says_how_to_ask(self, url: str) -> None:
         found = self.refused(url=url, rendering="raw")
-        assert found == f"teacher.url: expected http:// or https://, found {url!r}"
+        assert found == f"teacher.url: expected http(s)://host[:port], found {url!r}"
 
 
 class TestLabels:
@@ -193,3 +194,13 @@ def test_peer_39_sampling_ahead_needs_a_bound_on_the_importance_weight() -> None
     assert "mismatch_cap" in refused(loop={"max_policy_lag": 1}, loss={"mismatch_cap": None})
     recipe(loop={"max_policy_lag": 1})
     recipe(loss={"mismatch_cap": None})
+
+
+def test_repeated_tasks_are_refused() -> None:
+    tasks = {"kind": "ids", "train": ["a"], "eval": ["b", "c", "b"]}
+    assert "tasks.eval: b given more than once" in refused(tasks=tasks)
+
+
+def test_a_discount_without_return_to_go_is_refused() -> None:
+    assert "opd.discount" in refused(**(WITH_TEACHER | {"opd": {"discount": 0.5}}))
+    recipe(**(WITH_TEACHER | {"opd": {"discount": 0.5, "lookahead": "return_to_go"}}))

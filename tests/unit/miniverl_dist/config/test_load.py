@@ -43,10 +43,12 @@ def problems_of(text: str, *overrides: str) -> list[str]:
 class TestMerging:
     def test_mappings_merge_and_lists_replace(self) -> None:
         write("mid.yaml", "extends: base.yaml\nloop: {group_size: 4}\noptim: {betas: [0.5, 0.6]}")
-        path = write("top.yaml", "extends: mid.yaml\nloop: {num_steps: 9}\noptim: {betas: [0, 1]}")
+        path = write(
+            "top.yaml", "extends: mid.yaml\nloop: {num_steps: 9}\noptim: {betas: [0, 0.5]}"
+        )
         loaded = load_config(path)
         assert loaded.data["loop"] == {"num_steps": 9, "num_groups": 2, "group_size": 4}
-        assert loaded.config.optim.betas == (0, 1)
+        assert loaded.config.optim.betas == (0, 0.5)
         assert "extends" not in loaded.data
 
     def test_later_bases_win_and_the_file_itself_wins_over_all(self) -> None:

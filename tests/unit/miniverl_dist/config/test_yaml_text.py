@@ -108,3 +108,16 @@ def test_what_is_written_reads_back(value: object) -> None:
 
 def test_mappings_keep_their_order() -> None:
     assert dump_yaml({"b": 1, "a": [1, 2]}) == "b: 1\na:\n- 1\n- 2\n"
+
+
+def test_a_document_cannot_blow_up() -> None:
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True):
+        lines.append(f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]")
+    with pytest.raises(ConfigError, match="aliases that spell out more than"):
+        parse_yaml("\n".join(lines), "bomb.yaml")
+    with pytest.raises(ConfigError, match="nested more than"):
+        parse_yaml("[" * 3000 + "]" * 3000, "deep.yaml")
+    with pytest.raises(ConfigError, match="a number of 5000 digits"):
+        parse_yaml("seed: " + "9" * 5000, "long.yaml")
+    assert parse_yaml("a: &x [1, 2]\nb: *x", "fine.yaml").data == {"a": [1, 2], "b": [1, 2]}

@@ -76,7 +76,7 @@ class Case:
 def configs(draw: st.DrawFn, kinds: Sequence[str] = KINDS) -> LossConfig:
     return LossConfig(
         kind=draw(st.sampled_from(kinds)),
-        clip_low=draw(st.floats(0.01, 1.5)),
+        clip_low=draw(st.floats(0.01, 1.0)),
         clip_high=draw(st.floats(0.01, 1.5)),
         dual_clip=draw(st.none() | st.floats(2.51, 5)),
         mismatch_cap=draw(st.none() | st.floats(0.5, 3)),

@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 
 from miniverl_dist.errors import CheckpointError, ChecksumError
+from miniverl_dist.observability.run_dir import CHECKPOINT_MARKER
 from miniverl_dist.schemas.run_state import RunState
 from miniverl_dist.training.checkpoint import (
     commit,
     discard_incomplete,
     list_checkpoints,
+    newest_checkpoint,
     prune,
     read_manifest,
+    seal,
     verify,
+    verify_seal,
 )
 
 FILES = {"model.bin": bytes(range(256)) * 3, "ranks/0/optimizer.bin": b"moments", "empty": b""}
@@ -233,3 +237,32 @@ def write_flipped(path: Path, original: bytes, where: int, bit: int) -> None:
     flipped = bytearray(original)
     flipped[where] ^= 1 << bit
     path.write_bytes(bytes(flipped))
+
+
+def test_a_commit_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
+    for name in ("step-000001", "step-000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CHECKPOINT_MARKER).write_text("{}")
+    (tmp_path / ".incomplete-step-000003").mkdir()
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-000002"
+    (tmp_path / "step-000002" / CHECKPOINT_MARKER).unlink()
+    with pytest.raises(CheckpointError, match=r"step-000002 has no checkpoint\.json"):
+        newest_checkpoint(tmp_path)
+    assert newest_checkpoint(tmp_path / "none") is None
+
+
+def test_a_sealed_folder_shows_any_change(tmp_path: Path) -> None:
+    folder, mark = tmp_path / "teacher", tmp_path / "teacher.json"
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"12345")
+    seal(folder, mark)
+    verify_seal(folder, mark)
+    (folder / "weights").write_bytes(b"12346")
+    with pytest.raises(ChecksumError, match="teacher/weights"):
+        verify_seal(folder, mark)
+    (folder / "weights").unlink()
+    with pytest.raises(CheckpointError, match="missing files"):
+        verify_seal(folder, mark)
+    mark.write_text("{")
+    with pytest.raises(CheckpointError, match=r"teacher\.json is damaged"):
+        verify_seal(folder, mark)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from miniverl_dist.config.recipe import EvaluationConfig
-from miniverl_dist.errors import ConfigError, DeadlineError, TokenizerError
+from miniverl_dist.errors import ConfigError, DeadlineError, RecordError, TokenizerError
 from miniverl_dist.observability.progress import SilentProgress
 from miniverl_dist.observability.run_dir import RecordFile, RunDirectory
 from miniverl_dist.ports import Assignment, RolloutSource
 from miniverl_dist.schemas.evaluation import EvaluationReport
 from miniverl_dist.schemas.trajectory import Trajectory
-from miniverl_dist.training.evaluator import Evaluator
+from miniverl_dist.training.evaluator import Evaluator, read_evaluation
 from miniverl_dist.training.recorder import Recorder
 from tests.fakes import FakeClock, FakeRollouts, trajectory
 
@@ -173,3 +173,22 @@ async def test_the_trained_student_is_measured_when_asked_for(tmp_path: Path, af
     lab = Lab(tmp_path, after=after, play=lambda p, m: trajectory(place=p, member=m, version=9))
     await lab.evaluator.after(9)
     assert [(row.tag, row.policy_version) for row in lab.evaluator.rows] == [("after", 9)] * after
+
+
+async def test_episodes_of_a_row_that_a_crash_cut_off_are_not_kept(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    await lab.evaluator.measure("null", "before", 0)
+    before = lab.run.positions([RecordFile.EVAL_TRAJECTORIES])[RecordFile.EVAL_TRAJECTORIES]
+    lab.run.append(RecordFile.EVAL_TRAJECTORIES, {"tag": "x", "policy": "student"})
+    await lab.evaluator.measure("student", "after", 0)
+    lines = lab.run.read_jsonl(RecordFile.EVAL_TRAJECTORIES)
+    assert [line for line in lines if line["tag"] == "x"] == []
+    assert before > 0
+
+
+def test_a_damaged_eval_json_is_one_clear_error(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    assert read_evaluation(lab.run) is None
+    lab.run.write_text("eval.json", "{")
+    with pytest.raises(RecordError, match=r"eval\.json is damaged"):
+        read_evaluation(lab.run)

@@ -99,3 +99,13 @@ def test_a_file_that_was_cut_off_is_damaged(tmp_path: Path, kept: int) -> None:
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ChecksumError, match="delete it to sample that step again"):
         Journal(tmp_path).read(0)
+
+
+def test_batches_behind_a_step_that_is_sampled_anew_are_forgotten(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for step in (0, 1, 2):
+        journal.write(step, batch())
+    journal.write(1, batch())
+    assert journal.read(0) is not None
+    assert journal.read(2) is None
+    assert journal.verify() == 2

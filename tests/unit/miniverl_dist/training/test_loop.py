@@ -170,7 +170,7 @@ class TestRecords:
             (2, 2),
             (3, 3),
         ]
-        assert [line["tail_calls_mean"] for line in lines] == [2.0, 3.0, 4.0]
+        assert [line["tail_calls_mean"] for line in lines] == [1.0, 2.0, 3.0]
         assert {line["loss"] for line in lines} == {0.5}
         told = [r["trajectory"]["trajectory_id"] for r in world.records(RecordFile.TRAJECTORIES)]
         assert told == [f"00000{g}.0.{m}" for g in range(6) for m in range(2)]
