@@ -1,0 +1,108 @@
+"""Evaluations as jobs of their own: rows never mix configs, and nothing is measured twice."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from actors import launch
+from miniverl_dist.config.load import LoadedConfig, load_config
+from miniverl_dist.errors import ChecksumError, ConfigError, ResumeError
+from miniverl_dist.observability.progress import SilentProgress
+
+pytestmark = [pytest.mark.bfcl, pytest.mark.tokenizers, pytest.mark.timeout(600)]
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml"
+SMALL = ("loop.num_steps=1", "evaluation.before=false", "evaluation.after=false")
+
+
+def recipe(*overrides: str) -> LoadedConfig:
+    return load_config(CONFIG, [*SMALL, *overrides])
+
+
+def evaluate(
+    config: LoadedConfig,
+    output: Path,
+    *policies: str,
+    checkpoint: Path | None = None,
+    tail_calls: int | None = None,
+) -> list[str]:
+    report = launch.evaluate(
+        config,
+        policies=policies,
+        checkpoint=checkpoint,
+        tail_calls=tail_calls,
+        output=output,
+        progress=SilentProgress(),
+    )
+    return [f"{row.policy} {row.tag} {row.pass_rate:.0f}" for row in report.rows]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("jobs") / "run"
+    launch.train(recipe(), run_dir=folder, progress=SilentProgress())
+    return folder
+
+
+def test_oracle_and_null_need_no_teacher_and_bound_the_scale(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    assert evaluate(recipe(), folder, "oracle", "null") == ["oracle initial 1", "null initial 0"]
+    assert not (folder / "teacher").exists()
+
+
+def test_rows_of_another_config_are_refused(run: Path) -> None:
+    before = (run / "eval.json").read_bytes()
+    with pytest.raises(ConfigError, match="choose another --output"):
+        evaluate(recipe("seed=7"), run, "oracle")
+    assert (run / "eval.json").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_run_is_named_as_such(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    config = recipe("optim.lr=5e-2")
+    launch.train(config, run_dir=other, progress=SilentProgress())
+    tags = evaluate(recipe(), run, "student", checkpoint=run / "checkpoints" / "step-000001")
+    foreign = other / "checkpoints" / "step-000001"
+    both = evaluate(recipe(), run, "student", checkpoint=foreign)
+    assert [tag.split()[1] for tag in both if "step-000001" in tag] == [
+        "step-000001",
+        f"step-000001@{config.digest[:8]}",
+    ]
+    assert len(both) == len(tags) + 1
+    assert evaluate(recipe(), run, "student", checkpoint=foreign) == both
+
+
+def test_a_horizon_that_no_task_has_is_refused(run: Path) -> None:
+    with pytest.raises(ConfigError, match="T = 99"):
+        evaluate(recipe(), run, "null", tail_calls=99)
+
+
+def test_records_without_a_commit_are_not_thrown_away(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints")
+    before = (copy / "metrics.jsonl").read_bytes()
+    with pytest.raises(ResumeError, match="no checkpoint left"):
+        launch.resume(copy, progress=SilentProgress())
+    assert (copy / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_damaged_teacher_is_found(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    weights = copy / "teacher" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(bytes(data))
+    with pytest.raises(ChecksumError, match=r"teacher/model\.safetensors"):
+        launch.resume(copy, progress=SilentProgress())
+
+
+def test_a_prompt_that_does_not_fit_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"takes \d+ tokens or more, the context"):
+        launch.train(
+            recipe("environment.prompt=full"), run_dir=tmp_path / "run", progress=SilentProgress()
+        )

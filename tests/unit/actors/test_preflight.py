@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors import launch
+from actors.preflight import require_local_packages
+from miniverl_dist.config.load import load_config
+from miniverl_dist.errors import MissingDependencyError
+from miniverl_dist.observability.progress import SilentProgress
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [("torch", "miniverl-dist[local]"), ("bfcl_eval", "scripts/install_bfcl.sh")],
+)
+def test_a_missing_package_is_named_before_anything_is_written(
+    package: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    config = load_config(ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml")
+    with pytest.raises(MissingDependencyError, match=package) as caught:
+        launch.train(config, run_dir=tmp_path / "run", progress=SilentProgress())
+    assert command in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_said_where_everything_is_there() -> None:
+    require_local_packages()
