@@ -53,8 +53,8 @@ DEMOS: dict[str, tuple[Arm, ...]] = {
         Arm("wrong sign", "local_bfcl_wrong_sign.yaml"),
     ),
     "lookahead": (
-        Arm("opd, lookahead 1", "local_bfcl_opd.yaml"),
-        Arm("opd, lookahead 0", "local_bfcl_opd_no_lookahead.yaml"),
+        Arm("lookahead 1", "local_bfcl_opd.yaml"),
+        Arm("lookahead 0", "local_bfcl_opd_no_lookahead.yaml"),
     ),
 }
 
@@ -158,6 +158,7 @@ def main() -> None:
     folder.mkdir(parents=True)
     reports = run_arms(DEMOS[chosen.demo], folder)
     console = Console()
+    console.width = max(console.width, 92)  # a pipe has 80, which would cut the table
     console.print(table(reports))
     for line in check(chosen.demo, reports, folder):
         console.print(f"shown: {line}", markup=False, soft_wrap=True)
