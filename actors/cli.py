@@ -144,7 +144,7 @@ def evaluate(
 
     write_report(folder)
     if as_json:
-        typer.echo(report.model_dump_json())
+        typer.echo(json.dumps({"result": report.model_dump(mode="json")}))
         return
     typer.echo("\n".join(aligned([TABLE_HEAD, *table_rows(report)])))
     typer.echo(f"written to {folder}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miniverl_dist.errors import ConfigError, MiniverlError
+from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.progress import step_line
 from miniverl_dist.observability.run_dir import CHECKPOINTS, RecordFile, RunDirectory
 from miniverl_dist.reporting.episode_text import episode_text
@@ -64,7 +65,11 @@ def step_view(run_dir: Path, step: int) -> View:
     record = next((record for record in run.metrics if record["step"] == step), None)
     if record is None:
         raise ConfigError(f"{run_dir}: no step {step} in metrics.jsonl; it has {_span(run)}")
-    events = [event for event in run.events if event.get("step") == step]
+    events = [
+        event
+        for event in run.events
+        if event.get("step") == step and event.get("event") != Event.WARMUP_STEP
+    ]
     lines = [f"{name:<28}{_shown(value)}" for name, value in record.items()]
     lines += [json.dumps(event, ensure_ascii=False) for event in events]
     return View("\n".join(lines), {"metrics": record, "events": events})

@@ -85,7 +85,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "seconds_update": Metric("seconds", "updating the student"),
     "seconds_publish": Metric("seconds", "publishing weights"),
     "seconds_commit": Metric("seconds", "writing the checkpoint"),
-    "seconds_step": Metric("seconds", "the whole step"),
+    "seconds_step": Metric("seconds", "the step, waiting for its groups included, commit not"),
     "seconds_rollout": Metric("seconds", "sampling, summed over episodes"),
     "seconds_teacher": Metric("seconds", "teacher scoring, summed over trajectories"),
     "peak_rss_bytes": Metric("bytes", "largest resident memory of the process so far"),

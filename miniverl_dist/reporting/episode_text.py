@@ -24,7 +24,7 @@ def turns(trajectory: Trajectory, *, max_chars: int | None = None) -> list[Turn]
     for index, message in enumerate(trajectory.messages):
         author: str = message.role
         if message.role == "assistant":
-            author = "policy" if index in sampled else "expert (prefix)"
+            author = "policy" if index in sampled else "script, not sampled"
         found.append(Turn(author, shortened(message.content, max_chars)))
     return found
 

@@ -1,10 +1,12 @@
 """The training loop. It knows ports only; this picture is the whole of it.
 
+    prepare  baselines, warm-up, first commit (or: load the newest one, replay the journal)
     workers  consume: slots (freed by `release`)          produce: scored groups in FIFO places
              play `group_size` episodes, score each as it ends, put the group
     trainer  consumes: `num_groups` groups in FIFO order  produces: weights, commits, records
              take -> build batch (align, credit, advantage, pack) -> update -> publish
                   -> advance curriculum -> release slots -> commit and evaluate when due
+    finish   commit, evaluate; a stop ends any of these in order
 
 Waits: the trainer for groups (`deadlines.take_s`), for the update and for every engine's
 confirmation; workers for slots, engines and the teacher. Who frees whom: a publish frees slots, a
@@ -129,21 +131,29 @@ class Trainer:
         )
         async with workers.running():
             while not self._is_done:
+                started = self._ports.clock.now()
                 with self._recorder.timed("seconds_take"):
                     # Waits for the workers, or for a stop; bounded by the buffer's own deadline.
                     taking = buffer.take(self._config.loop.num_groups)
                     groups = await self._unless_stopped(taking)
                 if groups is not None:
-                    await self._train_on(groups)
+                    await self._train_on(groups, started=started)
 
     @property
     def _is_done(self) -> bool:
         return self._step >= self._config.loop.num_steps or self._stop.is_set()
 
-    async def _train_on(self, groups: Sequence[ScoredGroup], *, is_replay: bool = False) -> None:
-        """One step, from scored groups to confirmed weights and a record."""
-        started = self._ports.clock.now()
-        lags = [self._buffer.lag(group) for group in groups] if self._buffer else [0]
+    async def _train_on(
+        self, groups: Sequence[ScoredGroup], *, started: float, is_replay: bool = False
+    ) -> None:
+        """One step, from scored groups to confirmed weights and a record.
+
+        Args:
+            groups: In FIFO order.
+            started: When the step began to wait for them.
+            is_replay: They come from the journal.
+        """
+        lags = [self._lag(group) for group in groups]
         with self._recorder.timed("seconds_build"):
             built = build_batch(groups, self._config, self._ports.byte_ends)
         self._next_ticket = groups[-1].assignment.ticket + 1
@@ -181,6 +191,12 @@ class Trainer:
     async def _evaluate_if_due(self) -> None:
         version = self._ports.students.policy_version
         await self._unless_stopped(self._evaluator.student_if_due(self._step, version))
+
+    def _lag(self, group: ScoredGroup) -> int:
+        """Publishes since the group's oldest span; in a replay, since the group was started."""
+        if self._buffer is not None:
+            return self._buffer.lag(group)
+        return self._num_publishes - group.num_publishes
 
     async def _update(self, batch: TrainBatch) -> UpdateResult:
         deadline = self._config.deadlines.update_s
@@ -280,12 +296,12 @@ class Trainer:
         self._next_ticket, self._num_publishes = state.next_ticket, state.num_publishes
         self._recorder.event(Event.RESUMED, checkpoint=folder.name, step=state.step)
         await self._publish()
-        self._num_publishes = state.num_publishes
+        self._num_publishes = state.num_publishes  # the same version again: no lag comes of it
 
     async def _replay(self) -> None:
         """Train again on batches that were journalled behind the last commit."""
         while not self._is_done and (groups := self._journal.read(self._step)) is not None:
-            await self._train_on(groups, is_replay=True)
+            await self._train_on(groups, started=self._ports.clock.now(), is_replay=True)
             self._recorder.event(Event.REPLAYED_STEP, step=self._step)
 
     def _open_buffer(self) -> GroupBuffer:

@@ -63,7 +63,7 @@ def test_a_run_leaves_everything_that_a_reader_needs(run: Path) -> None:
 def test_evaluating_a_run_takes_its_newest_checkpoint_and_adds_rows(run: Path) -> None:
     found = json.loads(
         call("eval", run, "--policy", "student", "--policy", "null", "--json").splitlines()[-1]
-    )
+    )["result"]
     added = [(row["policy"], row["tag"], row["policy_version"]) for row in found["rows"][-2:]]
     assert added == [("student", "step-000001", 1), ("null", "step-000001", 1)]
     assert json.loads((run / "eval.json").read_text()) == found

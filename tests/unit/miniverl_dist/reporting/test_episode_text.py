@@ -9,7 +9,7 @@ def test_prefix_calls_and_the_policys_own_words_are_told_apart() -> None:
     assert [turn.author for turn in turns(trajectory("a"))] == [
         "system",
         "user",
-        "expert (prefix)",
+        "script, not sampled",
         "policy",
         "tool",
     ]

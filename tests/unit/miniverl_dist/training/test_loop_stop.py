@@ -137,3 +137,25 @@ async def test_a_mastered_task_grows_although_its_groups_are_dropped(tmp_path: P
     assert seen == [1]
     metrics = world.records(RecordFile.METRICS)
     assert metrics[0]["num_refilled_groups"] == 1
+
+
+async def test_a_replayed_step_reports_the_lag_it_had(tmp_path: Path) -> None:
+    config = run_config(loop={"num_steps": 5, "max_policy_lag": 1}, checkpoint={"every_n_steps": 9})
+
+    class Dying(FakeStudents):
+        async def update(self, batch: TrainBatch) -> UpdateResult:
+            if self.policy_version == 4:
+                raise KilledError
+            return await super().update(batch)
+
+    world = World(tmp_path, config)
+    world.students = Dying(world.log)
+    with pytest.raises(KilledError):
+        await world.trainer().run()
+    before = [line["policy_lag_max"] for line in world.records(RecordFile.METRICS)]
+    world.run.close()
+    again = World(tmp_path, config)
+    await again.trainer().run(again.checkpoint(0))
+    after = [line["policy_lag_max"] for line in again.records(RecordFile.METRICS)]
+    assert before == [0, 1, 1, 1]
+    assert after[:4] == before
