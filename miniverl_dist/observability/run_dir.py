@@ -121,7 +121,7 @@ class RunDirectory:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(
                 f"run directory {path} exists and is not an empty folder: choose another one, "
-                "or continue that run with `miniverl-dist resume`"
+                "continue that run with `miniverl-dist resume`, or remove it if it never started"
             )
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)

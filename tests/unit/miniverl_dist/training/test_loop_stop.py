@@ -21,6 +21,26 @@ class KilledError(BaseException):
     """As sudden as SIGKILL: nothing in the product may catch it."""
 
 
+class Dying(FakeStudents):
+    """Dies in the update of a policy version."""
+
+    last_version = 0
+
+    async def update(self, batch: TrainBatch) -> UpdateResult:
+        if self.policy_version == self.last_version:
+            raise KilledError
+        return await super().update(batch)
+
+
+async def killed_at(policy_version: int, world: World) -> None:
+    students = Dying(world.log)
+    students.last_version = policy_version
+    world.students = students
+    with pytest.raises(KilledError):
+        await world.trainer().run()
+    world.run.close()
+
+
 async def until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not is_true():  # noqa: ASYNC110 -- polls what has no event
@@ -82,18 +102,7 @@ async def test_in_an_evaluation_it_is_abandoned_and_made_by_the_resume(tmp_path:
 async def test_in_a_replay_the_batches_behind_it_stay_in_the_journal(tmp_path: Path) -> None:
     config = run_config(loop={"num_steps": 4}, checkpoint={"every_n_steps": 9})
 
-    class Dying(FakeStudents):
-        async def update(self, batch: TrainBatch) -> UpdateResult:
-            if self.policy_version == 3:
-                raise KilledError
-            return await super().update(batch)
-
-    world = World(tmp_path, config)
-    world.students = Dying(world.log)
-    with pytest.raises(KilledError):
-        await world.trainer().run()
-    world.run.close()
-
+    await killed_at(3, World(tmp_path, config))
     second = World(tmp_path, config)
     trainer = second.trainer()
 
@@ -142,18 +151,9 @@ async def test_a_mastered_task_grows_although_its_groups_are_dropped(tmp_path: P
 async def test_a_replayed_step_reports_the_lag_it_had(tmp_path: Path) -> None:
     config = run_config(loop={"num_steps": 5, "max_policy_lag": 1}, checkpoint={"every_n_steps": 9})
 
-    class Dying(FakeStudents):
-        async def update(self, batch: TrainBatch) -> UpdateResult:
-            if self.policy_version == 4:
-                raise KilledError
-            return await super().update(batch)
-
     world = World(tmp_path, config)
-    world.students = Dying(world.log)
-    with pytest.raises(KilledError):
-        await world.trainer().run()
+    await killed_at(4, world)
     before = [line["policy_lag_max"] for line in world.records(RecordFile.METRICS)]
-    world.run.close()
     again = World(tmp_path, config)
     await again.trainer().run(again.checkpoint(0))
     after = [line["policy_lag_max"] for line in again.records(RecordFile.METRICS)]
