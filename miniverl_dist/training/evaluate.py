@@ -104,7 +104,10 @@ async def evaluate(
 
     async def play(place: Assignment, member: int) -> Trajectory:
         async with gate:  # freed by the episodes before; each ends by its own deadline
-            return await job.source.rollout(place, member)
+            trajectory = await job.source.rollout(place, member)
+        # Tickets of evaluations and of training both count from 0; ids are unique within a run.
+        name = f"{job.tag}.{job.policy}.{trajectory.trajectory_id}"
+        return trajectory.model_copy(update={"trajectory_id": name})
 
     try:
         async with asyncio.timeout(deadline_s), asyncio.TaskGroup() as crew:

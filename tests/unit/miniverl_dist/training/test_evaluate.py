@@ -123,7 +123,7 @@ class TestEvaluate:
             deadline_s=5.0,
             on_trajectory=lambda told: seen.append(told.trajectory_id),
         )
-        assert seen == [f"00000{i}.0.{member}" for i in range(3) for member in range(2)]
+        assert seen == [f"after.student.00000{i}.0.{m}" for i in range(3) for m in range(2)]
 
     async def test_it_has_a_deadline_and_leaves_nothing_running(self) -> None:
         source = Source()

@@ -90,7 +90,7 @@ async def test_it_writes_the_report_the_event_and_the_episodes(tmp_path: Path) -
     episodes = lab.run.read_jsonl(RecordFile.EVAL_TRAJECTORIES)
     assert [(e["tag"], e["policy"]) for e in episodes] == [("after", "student")] * 3
     loaded = Trajectory.model_validate_json(json.dumps(episodes[1]["trajectory"]))
-    assert loaded.trajectory_id == "000000.0.1"
+    assert loaded.trajectory_id == "after.student.000000.0.1"
 
 
 async def test_deterministic_policies_play_each_task_once(tmp_path: Path) -> None:
@@ -192,3 +192,15 @@ def test_a_damaged_eval_json_is_one_clear_error(tmp_path: Path) -> None:
     lab.run.write_text("eval.json", "{")
     with pytest.raises(RecordError, match=r"eval\.json is damaged"):
         read_evaluation(lab.run)
+
+
+async def test_episode_ids_are_unique_over_policies_and_moments(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    for policy, tag in (("null", "before"), ("student", "before"), ("student", "after")):
+        await lab.evaluator.measure(policy, tag, 0)
+    ids = [
+        line["trajectory"]["trajectory_id"]
+        for line in lab.run.read_jsonl(RecordFile.EVAL_TRAJECTORIES)
+    ]
+    assert len(set(ids)) == len(ids) > 3
+    assert ids[0].startswith("before.null.000000.0")
