@@ -201,7 +201,7 @@ async def _train(actor: SingleActor, run: RunDirectory, resume_from: Path | None
     await actor.prepare()
     _update_manifest(run, roles=actor.roles(), environment=actor.side.environment.provenance())
     async with actor.open() as parts:
-        trainer = await actor.trainer(parts)
+        trainer = await actor.trainer(parts, with_warmup=resume_from is None)
         with _stop_on_signals(trainer):
             return await trainer.run(resume_from)
 

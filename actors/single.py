@@ -83,9 +83,9 @@ class SingleActor:
         Args:
             with_teacher: False where nothing will ask the teacher (an evaluation of others).
         """
-        from actors.student_rank import set_threads
+        from teacher_server.scorer import set_num_threads
 
-        set_threads(self._config.torch_threads)
+        set_num_threads(self._config.torch_threads)
         path = self._run_dir / STUDENT_VOCABULARY_FILE
         if not path.exists():
             self._recorder.progress.phase("declaring the student's vocabulary")
@@ -217,15 +217,21 @@ class SingleActor:
             rows=(),
         )
 
-    async def trainer(self, parts: Parts) -> Trainer:
-        """The one trainer, on this runtime's parts."""
+    async def trainer(self, parts: Parts, *, with_warmup: bool) -> Trainer:
+        """The one trainer, on this runtime's parts.
+
+        Args:
+            parts: What `open` gave.
+            with_warmup: False for a run that has a commit: its warm-up lies behind it, and its
+                traces need not be played again.
+        """
         return Trainer(
             self._config,
             parts.ports,
             parts.evaluator,
             self._recorder,
             config_digest=self._loaded.digest,
-            warmup=await self._warmup_batches(),
+            warmup=await self._warmup_batches() if with_warmup else None,
         )
 
     def roles(self) -> dict[str, Any]:

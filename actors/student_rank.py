@@ -6,27 +6,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from miniverl_dist.backends.toy import ToyBackend
-from miniverl_dist.backends.toy_model import ToyModel
 from miniverl_dist.backends.weights_io import TokenizerIdentity, load_toy_folder
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import LossConfig, OptimConfig
-from miniverl_dist.config.roles import HFModelConfig, SftConfig, TeacherConfig, ToyModelConfig
+from miniverl_dist.config.roles import SftConfig, ToyModelConfig
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.weights import weights_checksum
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.training.sft import SftExample, sft_batches
 from rollout_server.engines.toy import ToyEngine
-from teacher_server.scorer import PrefillScorer, ToyCausalLM, load_hf
-
-
-def set_threads(num_threads: int) -> None:
-    """One thread gives bitwise repeatable sums, and is faster for toy sizes."""
-    torch.set_num_threads(num_threads)
 
 
 def build_student(config: RunConfig, vocabulary: SubVocabulary) -> ToyBackend:
@@ -65,21 +57,6 @@ def fit_toy(
     for step, batch in enumerate(batches):
         on_step(step, backend.sft_update(batch, fit.learning_rate))
     return backend.model.arrays()
-
-
-def load_scorer(config: TeacherConfig, folder: Path) -> PrefillScorer:
-    """The teacher's prefill scorer in this process.
-
-    Args:
-        config: Its ``model`` must be set.
-        folder: Of a fitted toy teacher; an HF model names its own.
-    """
-    if isinstance(config.model, HFModelConfig):
-        return PrefillScorer(
-            load_hf(config.model.path, dtype=config.model.dtype), name=config.model.path.name
-        )
-    toy = load_toy_folder(folder)
-    return PrefillScorer(ToyCausalLM(ToyModel.from_folder(toy)), name="toy-teacher")
 
 
 def toy_engine(model: ToyModelConfig, vocabulary: SubVocabulary, name: str) -> ToyEngine:

@@ -10,7 +10,7 @@ import numpy as np
 
 from actors.student_side import StudentSide, sft_seed
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.roles import SftConfig, TeacherConfig, ToyModelConfig
+from miniverl_dist.config.roles import HFModelConfig, SftConfig, TeacherConfig, ToyModelConfig
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.generate_api.client import ClientLimits, GenerateClient, read_headers_file
 from miniverl_dist.ports import ChatFormat, Clock, TeacherScorer
@@ -206,13 +206,17 @@ def _local_teacher(
     run_dir: Path,
     clock: Clock,
 ) -> LocalTeacher:
-    from actors.student_rank import load_scorer
+    from teacher_server.scorer import load_scorer
 
-    scorer = load_scorer(config, run_dir / TEACHER_FOLDER)
+    if isinstance(config.model, HFModelConfig):
+        scorer = load_scorer(config.model.path, dtype=config.model.dtype)
+        name = config.model.path.name
+    else:
+        scorer, name = load_scorer(run_dir / TEACHER_FOLDER), "toy-teacher"
     return LocalTeacher(
         scorer,
         renderer,
-        TeacherIdentity(scorer.name, tokenizer.fingerprint),
+        TeacherIdentity(name, tokenizer.fingerprint),
         max_prefill_tokens=min(config.max_prefill_tokens, scorer.max_context_tokens),
         deadline_s=config.deadline_s,
         clock=clock,

@@ -231,10 +231,8 @@ def load_scorer(folder: Path, *, dtype: str = "float32", device: str = "cpu") ->
     """
     if (folder / MODEL_FILE).is_file():
         found = load_toy_folder(folder)
-        toy = ToyModel(found.config, found.vocabulary_ids)
-        toy.load_arrays(found.weights)
         return PrefillScorer(
-            ToyCausalLM(toy),
+            ToyCausalLM(ToyModel.from_folder(found)),
             name=folder.name,
             tokenizer_fingerprint=found.tokenizer.fingerprint,
         )
@@ -271,5 +269,8 @@ def load_hf(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> HFC
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Threads that torch computes with, in the whole process."""
+    """Threads that torch computes with, in the whole process.
+
+    One gives bitwise repeatable sums, and is faster for toy sizes.
+    """
     torch.set_num_threads(num_threads)
