@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
 import time
@@ -92,9 +93,14 @@ def all_classes() -> BfclTask:
 
 
 def timed(host: ToolHost, name: str, arguments: dict[str, Any]) -> tuple[CallResult, float]:
-    started = time.thread_time()
-    result = host.call(ToolCall(name=name, arguments=arguments))
-    return result, time.thread_time() - started
+    """The result and its CPU seconds; a collection of the whole process is not the call's doing."""
+    gc.disable()
+    try:
+        started = time.thread_time()
+        result = host.call(ToolCall(name=name, arguments=arguments))
+        return result, time.thread_time() - started
+    finally:
+        gc.enable()
 
 
 def test_every_method_is_quick_on_every_hostile_value() -> None:
@@ -108,7 +114,10 @@ def test_every_method_is_quick_on_every_hostile_value() -> None:
             names = list(tool.parameters["properties"])
             plain = dict.fromkeys(names, 2)
             for arguments in [dict.fromkeys(names, value), *({**plain, n: value} for n in names)]:
-                _, seconds = timed(host, tool.name, arguments)
+                # A call that burns CPU does so each time; a page fault or an import does not.
+                seconds = timed(host, tool.name, arguments)[1]
+                if seconds > LIMIT_S:
+                    seconds = min(timed(host, tool.name, arguments)[1] for _ in range(2))
                 if seconds > LIMIT_S:
                     slow.append((tool.name, label, list(arguments), round(seconds, 2)))
     assert slow == []
