@@ -138,3 +138,14 @@ class TaskNotFoundError(MiniverlError):
 
 class UpdateError(MiniverlError):
     """An optimizer step that failed on at least one rank; no rank has committed."""
+
+
+class StudentLostError(UpdateError):
+    """A rank of the student has died, or its weights are only partly updated.
+
+    Nothing but a rebuild and the newest commit brings the student back.
+    """
+
+
+class PlacementError(MiniverlError):
+    """A placement that the cluster cannot give, or did not give in time."""

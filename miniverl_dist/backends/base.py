@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import FloatArray, SftBatch, TrainBatch, UpdateResult
@@ -39,7 +40,21 @@ class StudentBackend(Protocol):
         """[N] nats of every token at the batch's temperature; NaN at position 0 of a sequence."""
 
     def snapshot(self) -> WeightSnapshot:
-        """Copies of the current weights, for a publish."""
+        """Copies of the current weights, for a publish within this process."""
+
+    def export(self, bucket_bytes: int) -> Iterator[Mapping[str, Any]]:
+        """The current weights under the engines' names, a bucket at a time.
+
+        Every rank of a student walks through its buckets at the same time, since a bucket is
+        gathered over the ranks that share its tensors; those that have nothing to send get an
+        empty one. Together the ranks send every tensor once.
+
+        Args:
+            bucket_bytes: at most so much is gathered at a time; a larger tensor goes alone.
+
+        Returns:
+            Name -> numpy array, or torch tensor on the rank's device; valid until the next bucket.
+        """
 
     def load_weights(self, tensors: NamedArrays) -> None:
         """Replace the weights; optimizer, reference and version stay.

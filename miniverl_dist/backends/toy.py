@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from miniverl_dist.backends.adamw import AdamW, learning_rate
@@ -195,6 +196,18 @@ class ToyBackend:
         """See ``StudentBackend``."""
         tensors = self.model.arrays()
         return WeightSnapshot(self.policy_version, tensors, weights_checksum(tensors))
+
+    def export(self, bucket_bytes: int) -> Iterator[NamedArrays]:
+        """See ``StudentBackend``."""
+        bucket: dict[str, NDArray[Any]] = {}
+        size = 0
+        for name, array in self.model.arrays().items():
+            if bucket and size + array.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = {}, 0
+            bucket[name] = array
+            size += array.nbytes
+        yield bucket
 
     def load_weights(self, tensors: NamedArrays) -> None:
         """See ``StudentBackend``."""

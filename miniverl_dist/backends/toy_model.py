@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name every torch reader expects
 from numpy.typing import NDArray
 
+from miniverl_dist.backends.vocabulary import Vocabulary
 from miniverl_dist.backends.weights_io import ToyFolder, check_shapes, parameter_shapes
 from miniverl_dist.config.roles import ToyModelConfig
-from miniverl_dist.errors import BatchError, TokenizerMismatchError
+from miniverl_dist.errors import BatchError
 from miniverl_dist.schemas.batch import IntArray
 from miniverl_dist.schemas.weights import NamedArrays
 
@@ -32,46 +33,6 @@ ROPE_BASE = 10_000.0
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q, k, v), each [*, h, d] with rotated q and k -> [*, h, d]."""
-
-
-class Vocabulary:
-    """Maps real token ids to the rows of a toy model, and back.
-
-    Raises:
-        TokenizerMismatchError: no ids, repeated or negative ones.
-    """
-
-    def __init__(self, ids: Sequence[int] | IntArray) -> None:
-        given = np.asarray(ids, dtype=np.int64)
-        self.ids: IntArray = np.unique(given)
-        """[V] sorted real ids; row v is ``ids[v]``."""
-        self.ids.setflags(write=False)
-        if len(self.ids) != len(given) or len(given) == 0 or self.ids[0] < 0:
-            raise TokenizerMismatchError(
-                f"a toy vocabulary needs distinct ids >= 0, found {len(given)} ids of which "
-                f"{len(self.ids)} are distinct and {int((given < 0).sum())} negative"
-            )
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def rows(self, ids: Sequence[int] | IntArray) -> IntArray:
-        """Rows of real ids, in their order.
-
-        Raises:
-            TokenizerMismatchError: an id that the vocabulary does not have.
-        """
-        wanted = np.asarray(ids, dtype=np.int64)
-        rows = np.searchsorted(self.ids, wanted).astype(np.int64, copy=False)
-        foreign = self.ids[np.minimum(rows, len(self.ids) - 1)] != wanted
-        if foreign.any():
-            where = int(np.flatnonzero(foreign)[0])
-            raise TokenizerMismatchError(
-                f"token id {int(wanted[where])} at position {where} is not among the "
-                f"{len(self.ids)} ids of this toy model's vocabulary ({int(foreign.sum())} such "
-                "ids in all): build the vocabulary from the texts it will meet, bytes included"
-            )
-        return rows
 
 
 def _draw(config: ToyModelConfig, vocab_rows: int, seed: int) -> dict[str, NDArray[np.float32]]:

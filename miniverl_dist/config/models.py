@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from miniverl_dist.config.base import ConfigModel, PositiveInt
+from miniverl_dist.config.cluster import ClusterConfig, PublishConfig, Runtime
 from miniverl_dist.config.recipe import (
     BfclConfig,
     CheckpointConfig,
@@ -22,7 +23,7 @@ from miniverl_dist.config.recipe import (
     TaskIds,
     TaskSplit,
 )
-from miniverl_dist.config.roles import StudentConfig, TeacherConfig
+from miniverl_dist.config.roles import MegatronModelConfig, StudentConfig, TeacherConfig
 
 Objective = Literal["grpo", "opd", "grpo_opd"]
 
@@ -33,7 +34,9 @@ class RunConfig(ConfigModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Names the run directory below ``runs/``."""
     seed: int = 0
-    runtime: Literal["inprocess"] = "inprocess"
+    runtime: Runtime = "inprocess"
+    """``inprocess``: this process; ``single_actor``: one Ray actor; ``cluster``: pools of actors.
+    The trainer is the same in all three."""
     torch_threads: PositiveInt = 1
     objective: Objective = "grpo_opd"
     environment: BfclConfig = BfclConfig()
@@ -50,6 +53,8 @@ class RunConfig(ConfigModel):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    publish: PublishConfig = PublishConfig()
 
     @property
     def uses_teacher(self) -> bool:
@@ -60,6 +65,11 @@ class RunConfig(ConfigModel):
     def uses_group_advantage(self) -> bool:
         """Whether rewards enter the advantage."""
         return self.objective in ("grpo", "grpo_opd")
+
+    @property
+    def num_student_ranks(self) -> int:
+        """World size of the student."""
+        return self.cluster.student.num_ranks if self.runtime == "cluster" else 1
 
     @property
     def policy_label(self) -> str:
@@ -74,6 +84,7 @@ class RunConfig(ConfigModel):
             self._objective_problem(),
             self._sampling_problem(),
             self._size_problem(),
+            self._student_problem(),
         ):
             if problem:
                 raise ValueError(problem)
@@ -134,4 +145,22 @@ class RunConfig(ConfigModel):
             self.curriculum.initial_tail_calls > self.curriculum.max_tail_calls
         ):
             return "curriculum.initial_tail_calls exceeds curriculum.max_tail_calls"
+        return None
+
+    def _student_problem(self) -> str | None:
+        model, ranks = self.student.model, self.num_student_ranks
+        if not isinstance(model, MegatronModelConfig):
+            if ranks > 1:
+                return f"cluster.student asks for {ranks} ranks, but a toy student has one"
+            if self.rollout.engine is not None:
+                return "rollout.engine: a toy student brings its own engine; remove the section"
+            return None
+        if problem := model.parallel.problem(ranks):
+            where = "cluster.student" if self.runtime == "cluster" else f"runtime {self.runtime}"
+            return f"student.model.parallel on the {ranks} rank(s) of {where}: {problem}"
+        if model.parallel.context > 1 and self.loss.kind == "gspo_token":
+            return (
+                "loss.kind gspo_token needs the whole sequence of a token on one rank: use "
+                "parallel.context 1, or another loss"
+            )
         return None

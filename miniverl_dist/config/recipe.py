@@ -94,8 +94,33 @@ class CurriculumConfig(ConfigModel):
     """Pass rate of a group at which ``on_success`` lets T grow."""
 
 
+class HFEngineConfig(ConfigModel):
+    """Transformers, in the rollout process: small models, CPU or one GPU."""
+
+    kind: Literal["hf"]
+    batch_slots: PositiveInt = 16
+    """Requests decoded at once."""
+
+
+class SGLangEngineConfig(ConfigModel):
+    """SGLang, one server per rollout actor."""
+
+    kind: Literal["sglang"]
+    tensor: PositiveInt = 1
+    """Tensor parallelism of one server; its actor needs as many GPUs."""
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Share of GPU memory for weights and KV cache."""
+    max_running_requests: PositiveInt = 64
+
+
+EngineConfig = Annotated[HFEngineConfig | SGLangEngineConfig, Field(discriminator="kind")]
+
+
 class RolloutConfig(ConfigModel):
     """Sampling and the limits of an episode."""
+
+    engine: EngineConfig | None = None
+    """What samples a Megatron student (default: ``hf``); a toy student brings its own engine."""
 
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -16,6 +16,7 @@ from miniverl_dist.config.base import (
     PositiveFloat,
     PositiveInt,
 )
+from miniverl_dist.config.cluster import ParallelConfig
 
 
 class ToyModelConfig(ConfigModel):
@@ -53,7 +54,40 @@ class HFModelConfig(ConfigModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+class MegatronModelConfig(ConfigModel):
+    """A decoder of the Qwen3 family, trained by megatron-core and sampled by another engine."""
+
+    kind: Literal["megatron"]
+    config: Path
+    """Hugging Face ``config.json`` of a ``qwen3``, ``qwen3_moe`` or ``qwen3_5_moe`` text model."""
+    weights: Path | None = None
+    """Hugging Face folder with safetensors; None draws the weights from the run's seed."""
+    vocabulary: Literal["full", "restricted"] = "full"
+    """``restricted``: the softmax covers only the real ids of the task set, all byte tokens and the
+    control tokens, as a toy's does; only without ``weights``. Manifest and report say so."""
+    parallel: ParallelConfig = ParallelConfig()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights that are computed with; the optimizer keeps float32 masters."""
+    distributed_optimizer: bool = True
+    """Optimizer state is split over the data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, those of attention, or all."""
+    max_context_tokens: PositiveInt = 16_384
+    max_microbatch_tokens: PositiveInt = 16_384
+    """Padded tokens of one microbatch; a longer sequence gets one of its own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.vocabulary == "restricted" and self.weights is not None:
+            raise ValueError(
+                "vocabulary: restricted keeps only some rows of the embedding and is meant for "
+                "models drawn from the seed: remove `weights`, or use `vocabulary: full`"
+            )
+        return self
+
+
 ModelConfig = Annotated[ToyModelConfig | HFModelConfig, Field(discriminator="kind")]
+StudentModelConfig = Annotated[ToyModelConfig | MegatronModelConfig, Field(discriminator="kind")]
 
 
 class SftConfig(ConfigModel):
@@ -81,7 +115,7 @@ class StudentConfig(ConfigModel):
 
     tokenizer: str = "qwen3.6"
     """``qwen3.6`` or a folder with a Hugging Face tokenizer."""
-    model: ToyModelConfig = ToyModelConfig(kind="toy")
+    model: StudentModelConfig = ToyModelConfig(kind="toy")
     warmup: SftConfig | None = None
     """Supervised warm-up before the first rollout; recorded apart from RL."""
 

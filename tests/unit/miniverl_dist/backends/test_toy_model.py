@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniverl_dist.backends.toy_model import ToyModel, Vocabulary
+from miniverl_dist.backends.toy_model import ToyModel
+from miniverl_dist.backends.vocabulary import Vocabulary
 from miniverl_dist.config.roles import ToyModelConfig
 from miniverl_dist.errors import BatchError, CheckpointError, TokenizerMismatchError
 from tests.reference.toy_decoder import decoder_logprobs
