@@ -1,37 +1,177 @@
-"""What needs torch at composition: building the student, fitting the toy teacher, engines."""
+"""What needs torch at composition: student backends, engines, and the fit of the toy teacher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE
+from miniverl_dist.backends.base import StudentBackend
 from miniverl_dist.backends.toy import ToyBackend
+from miniverl_dist.backends.vocabulary import AnyVocabulary, FullVocabulary, Vocabulary
 from miniverl_dist.backends.weights_io import TokenizerIdentity, load_toy_folder
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.recipe import LossConfig, OptimConfig
-from miniverl_dist.config.roles import SftConfig, ToyModelConfig
+from miniverl_dist.config.recipe import HFEngineConfig, LossConfig, OptimConfig
+from miniverl_dist.config.roles import MegatronModelConfig, SftConfig, ToyModelConfig
+from miniverl_dist.errors import ConfigError, TokenizerError
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.weights import weights_checksum
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
+from miniverl_dist.tokens.tokenizer import TokenizerLike
+from miniverl_dist.training.checkpoint import seal, verify_seal
 from miniverl_dist.training.sft import SftExample, sft_batches
+from rollout_server.engines.base import Engine
 from rollout_server.engines.toy import ToyEngine
 
 
-def build_student(config: RunConfig, vocabulary: SubVocabulary) -> ToyBackend:
-    """The student with its initial weights, drawn from the run's seed."""
-    return ToyBackend(
-        config.student.model,
-        vocabulary.ids,
-        TokenizerIdentity(vocabulary.name, vocabulary.fingerprint),
+@dataclass(frozen=True)
+class RankAddress:
+    """One rank's place in the student's process group."""
+
+    rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """0 picks a free port; only where there is one rank."""
+
+
+def set_num_threads(config: RunConfig) -> None:
+    """Threads of one torch operation in this process."""
+    torch.set_num_threads(config.torch_threads)
+
+
+def build_student(
+    config: RunConfig, tokenizer: TokenizerLike, run_dir: Path, address: RankAddress
+) -> StudentBackend:
+    """One rank of the student with its initial weights.
+
+    Raises:
+        MissingDependencyError: megatron-core is not installed.
+        CheckpointError: the initial weights are damaged or of another architecture.
+    """
+    model = config.student.model
+    identity = TokenizerIdentity(tokenizer.name, tokenizer.fingerprint)
+    seed = derive_seed(config.seed, "init", "student")
+    if isinstance(model, ToyModelConfig):
+        return ToyBackend(
+            model,
+            _declared(tokenizer).ids,
+            identity,
+            loss=config.loss,
+            optim=config.optim,
+            num_steps=config.loop.num_steps,
+            seed=seed,
+        )
+    from miniverl_dist.backends.megatron.architecture import read_architecture
+    from miniverl_dist.backends.megatron.backend import MegatronBackend
+
+    folder = _verified_student(run_dir)
+    return MegatronBackend(
+        model,
+        read_architecture(folder / "config.json"),
+        model.weights or folder,
+        identity,
+        student_vocabulary(model, tokenizer, folder),
         loss=config.loss,
         optim=config.optim,
         num_steps=config.loop.num_steps,
-        seed=derive_seed(config.seed, "init", "student"),
+        seed=seed,
+        rank=address.rank,
+        world_size=address.world_size,
+        master_addr=address.master_addr,
+        master_port=address.master_port,
+        timeout_s=config.deadlines.update_s,
     )
+
+
+def prepare_student(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path) -> None:
+    """Write the student's folder: its ``config.json``, and its weights where they are drawn.
+
+    Ranks and engines read this folder, never the recipe's files: a run stays what it was started
+    as. What is there already is left alone.
+
+    Raises:
+        ConfigError: a config.json that cannot be used, or not under this parallelism.
+    """
+    model, folder = config.student.model, run_dir / STUDENT_FOLDER
+    if isinstance(model, ToyModelConfig) or (run_dir / STUDENT_SEAL_FILE).exists():
+        return
+    from miniverl_dist.backends.megatron.architecture import read_architecture
+    from miniverl_dist.backends.megatron.weights import initial_weights, write_config
+
+    architecture = read_architecture(model.config)
+    if problem := architecture.problem(model.parallel):
+        raise ConfigError(f"student.model.parallel: {problem}")
+    if model.vocabulary == "restricted":
+        architecture = architecture.with_vocab_size(len(_declared(tokenizer).ids))
+    elif architecture.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"{model.config.name} has {architecture.vocab_size} vocabulary rows, tokenizer "
+            f"{tokenizer.name} has {tokenizer.vocab_size} ids: use `vocabulary: restricted`, or "
+            "the config.json that belongs to the tokenizer"
+        )
+    if model.weights is None:
+        initial_weights(architecture, derive_seed(config.seed, "init", "student"), folder)
+    else:
+        write_config(architecture, folder)
+    seal(folder, run_dir / STUDENT_SEAL_FILE)
+
+
+def student_vocabulary(
+    model: MegatronModelConfig, tokenizer: TokenizerLike, folder: Path
+) -> AnyVocabulary:
+    """Which rows of the student's embedding stand for which ids."""
+    if model.vocabulary == "restricted":
+        return Vocabulary(_declared(tokenizer).ids)
+    from miniverl_dist.backends.megatron.architecture import read_architecture
+
+    return FullVocabulary(read_architecture(folder / "config.json").vocab_size)
+
+
+def build_engine(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path, name: str) -> Engine:
+    """A rollout engine of the student; it waits for its first publish.
+
+    Raises:
+        ConfigError: an engine that this build cannot run.
+    """
+    model = config.student.model
+    if isinstance(model, ToyModelConfig):
+        return toy_engine(model, _declared(tokenizer), name)
+    engine = config.rollout.engine or HFEngineConfig(kind="hf")
+    if not isinstance(engine, HFEngineConfig):
+        raise ConfigError(
+            f"rollout.engine.kind {engine.kind} cannot be launched by this version: use `hf`"
+        )
+    from rollout_server.engines.hf import HFEngine
+
+    folder = _verified_student(run_dir)
+    return HFEngine(
+        folder,
+        student_vocabulary(model, tokenizer, folder),
+        batch_slots=engine.batch_slots,
+        max_context_tokens=model.max_context_tokens,
+        dtype=model.dtype,
+        name=name,
+    )
+
+
+def _verified_student(run_dir: Path) -> Path:
+    verify_seal(run_dir / STUDENT_FOLDER, run_dir / STUDENT_SEAL_FILE)
+    return run_dir / STUDENT_FOLDER
+
+
+def _declared(tokenizer: TokenizerLike) -> SubVocabulary:
+    if not isinstance(tokenizer, SubVocabulary):
+        raise TokenizerError(
+            f"{tokenizer.name} has no declared vocabulary, but the model needs one"
+        )
+    return tokenizer
 
 
 def fit_toy(
@@ -60,7 +200,7 @@ def fit_toy(
 
 
 def toy_engine(model: ToyModelConfig, vocabulary: SubVocabulary, name: str) -> ToyEngine:
-    """A rollout engine that waits for its first publish."""
+    """A toy engine that waits for its first publish."""
     return ToyEngine(model, vocabulary.ids, name)
 
 

@@ -1,7 +1,7 @@
-"""The in-process runtime: every part of a run in one plain object.
+"""One process: every part of a run in one plain object.
 
-The same class will be one Ray actor; it knows nothing of either. Torch is imported when a part
-that needs it is built, so that commands which only read a run stay light.
+`actors.host` runs the same class in a Ray actor; it knows nothing of that. Torch is imported when a
+part that needs it is built, so that commands which only read a run stay light.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from actors.sources import EvaluationSources
+from actors.sources import EvaluationSources, evaluation_player, training_player
 from actors.student_pool import InProcessStudentPool
 from actors.student_side import (
     STUDENT_VOCABULARY_FILE,
     WRITE_CALLS,
     StudentSide,
     declare_vocabulary,
+    has_declared_vocabulary,
     sft_seed,
     student_examples,
     student_side,
+    student_tokenizer,
     warmup_traces,
 )
 from actors.teacher_side import (
@@ -33,16 +35,13 @@ from actors.teacher_side import (
 )
 from miniverl_dist.alignment.spans import student_byte_ends
 from miniverl_dist.config.load import LoadedConfig
-from miniverl_dist.config.recipe import EvaluationConfig
 from miniverl_dist.config.roles import SftConfig
-from miniverl_dist.generate_api.wire import SamplingParams
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.observability.events import Event
-from miniverl_dist.ports import RolloutSource
+from miniverl_dist.ports import RolloutSource, StudentPool, TeacherScorer, WeightStore
 from miniverl_dist.schemas.batch import IntArray, SftBatch
 from miniverl_dist.schemas.evaluation import EvaluationReport
 from miniverl_dist.schemas.seeds import derive_seed
-from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 from miniverl_dist.training.evaluate import assignments
@@ -52,9 +51,6 @@ from miniverl_dist.training.recorder import Recorder
 from miniverl_dist.training.sft import sft_batches
 from miniverl_dist.training.weight_sync import DirectWeightStore
 from rollout_server.curriculum import ReverseK
-from rollout_server.engines.base import Engine
-from rollout_server.episode import EpisodePlayer
-from rollout_server.policies import EnginePolicy
 from rollout_server.traces import TraceMaker
 
 
@@ -83,13 +79,14 @@ class SingleActor:
         Args:
             with_teacher: False where nothing will ask the teacher (an evaluation of others).
         """
-        from teacher_server.scorer import set_num_threads
+        from actors.builds import prepare_student, set_num_threads
 
-        set_num_threads(self._config.torch_threads)
+        set_num_threads(self._config)
         path = self._run_dir / STUDENT_VOCABULARY_FILE
-        if not path.exists():
+        if has_declared_vocabulary(self._config) and not path.exists():
             self._recorder.progress.phase("declaring the student's vocabulary")
             (await declare_vocabulary(self._config, self._clock)).save(path)
+        prepare_student(self._config, self.tokenizer, self._run_dir)
         teacher = self._config.teacher if with_teacher else None
         is_fitted = (self._run_dir / TEACHER_SEAL_FILE).exists()  # written last
         if teacher is not None and teacher.fit is not None and not is_fitted:
@@ -119,22 +116,21 @@ class SingleActor:
         self._recorder.event(Event.TEACHER_FITTED, num_steps=fit.num_steps, **last)
 
     @cached_property
-    def vocabulary(self) -> SubVocabulary:
-        """The student's declared vocabulary."""
-        base = load_tokenizer(self._config.student.tokenizer)
-        return SubVocabulary.load(self._run_dir / STUDENT_VOCABULARY_FILE, base)
+    def tokenizer(self) -> TokenizerLike:
+        """The student's tokenizer, or the part of it that the run declared."""
+        return student_tokenizer(self._config, self._run_dir)
 
     @cached_property
     def side(self) -> StudentSide:
         """The student's half of the run."""
-        return student_side(self._config, self.vocabulary)
+        return student_side(self._config, self.tokenizer)
 
     def byte_ends(self, span_token_ids: Sequence[int]) -> IntArray:
         """[S] byte ends of a sampled span; turn ends count where the teacher has them too."""
         teacher = self._config.teacher
         is_native = teacher is not None and teacher.rendering == "native"
         turn_end = self.side.chat.turn_end_id if is_native else None
-        return student_byte_ends(span_token_ids, self.vocabulary, turn_end)
+        return student_byte_ends(span_token_ids, self.tokenizer, turn_end)
 
     @asynccontextmanager
     async def open(
@@ -146,57 +142,64 @@ class SingleActor:
             tail_calls: Horizon of evaluations instead of the config's.
             with_scorer: False where nothing will be trained.
         """
-        from actors.student_rank import build_student, toy_engine
+        from actors.builds import RankAddress, build_engine, build_student
 
+        config, clock = self._config, self._clock
         async with AsyncExitStack() as stack:
-            engine = toy_engine(self._config.student.model, self.vocabulary, "toy-0")
+            engine = build_engine(config, self.tokenizer, self._run_dir, "engine-0")
             stack.push_async_callback(engine.close)
+            rank = build_student(config, self.tokenizer, self._run_dir, RankAddress())
+            stack.callback(rank.close)
+            students = InProcessStudentPool(rank)
             teacher = None
-            if with_scorer and self._config.uses_teacher and self._config.teacher is not None:
+            if with_scorer and config.uses_teacher and config.teacher is not None:
                 teacher = await stack.enter_async_context(
-                    teacher_scorer(self._config.teacher, self.side, self._run_dir, self._clock)
+                    teacher_scorer(config.teacher, self.side, self._run_dir, clock)
                 )
-            ports = TrainerPorts(
-                students=InProcessStudentPool(build_student(self._config, self.vocabulary)),
-                weights=DirectWeightStore(
-                    [engine],
-                    deadline_s=self._config.deadlines.publish_s,
-                    on_quarantine=lambda name, reason: self._recorder.event(
-                        Event.ENGINE_QUARANTINED, engine=name, reason=reason
-                    ),
-                ),
-                rollouts=self._rollouts(engine),
-                teacher=teacher,
-                curriculum=ReverseK(
-                    self.side.environment.tasks(),
-                    self.side.train_ids,
-                    self._config.curriculum,
-                    seed=self._config.seed,
-                ),
-                clock=self._clock,
-                byte_ends=self.byte_ends,
+            weights = DirectWeightStore(
+                students.snapshot,
+                [engine],
+                deadline_s=config.deadlines.publish_s,
+                on_quarantine=self._quarantined,
             )
-            yield Parts(ports, self._evaluator(engine, tail_calls))
+            player = training_player(config, self.side, engine, clock)
+            ports = self._ports(students, weights, player, teacher)
+            acting = evaluation_player(config, self.side, engine, clock)
+            yield Parts(ports, self._evaluator(acting, tail_calls))
 
-    def _rollouts(self, engine: Engine) -> RolloutSource:
-        rollout = self._config.rollout
-        policy = EnginePolicy(
-            engine,
-            self.side.chat,
-            SamplingParams(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens),
-            other_stop_ids=self.side.other_stop_ids,
-            deadline_s=self._config.deadlines.generate_s,
+    def _ports(
+        self,
+        students: StudentPool,
+        weights: WeightStore,
+        rollouts: RolloutSource,
+        teacher: TeacherScorer | None,
+    ) -> TrainerPorts:
+        return TrainerPorts(
+            students=students,
+            weights=weights,
+            rollouts=rollouts,
+            teacher=teacher,
+            curriculum=ReverseK(
+                self.side.environment.tasks(),
+                self.side.train_ids,
+                self._config.curriculum,
+                seed=self._config.seed,
+            ),
+            clock=self._clock,
+            byte_ends=self.byte_ends,
         )
-        return EpisodePlayer(self.side.stage, policy, seed=self._config.seed, clock=self._clock)
 
-    def _evaluator(self, engine: Engine, tail_calls: int | None) -> Evaluator:
+    def _quarantined(self, name: str, reason: str) -> None:
+        self._recorder.event(Event.ENGINE_QUARANTINED, engine=name, reason=reason)
+
+    def _evaluator(self, student: RolloutSource, tail_calls: int | None) -> Evaluator:
         """Evaluations of this run; rows that eval.json holds already are kept."""
         config, side = self._config.evaluation, self.side
         if tail_calls is not None:
             config = config.model_copy(update={"tail_calls": tail_calls})
         places = assignments(side.environment.tasks(), side.eval_ids, config.tail_calls)
-        report = read_evaluation(self._recorder.run) or self.empty_evaluation(config)
-        sources = EvaluationSources(self._config, side, engine, self._run_dir, self._clock)
+        report = read_evaluation(self._recorder.run) or self.empty_evaluation()
+        sources = EvaluationSources(self._config, side, student, self._run_dir, self._clock)
         return Evaluator(
             sources.by_name(),
             places,
@@ -206,14 +209,14 @@ class SingleActor:
             deadline_s=self._config.deadlines.evaluate_s,
         )
 
-    def empty_evaluation(self, config: EvaluationConfig) -> EvaluationReport:
+    def empty_evaluation(self) -> EvaluationReport:
         """The report before its first row."""
         side = self.side
         return EvaluationReport(
             environment=side.environment.name,
             task_ids=side.eval_ids,
             trains_on_eval_tasks=bool(set(side.train_ids) & set(side.eval_ids)),
-            temperature=config.temperature,
+            temperature=self._config.evaluation.temperature,
             rows=(),
         )
 
@@ -236,10 +239,9 @@ class SingleActor:
 
     def roles(self) -> dict[str, Any]:
         """Who plays which role, with tokenizers and restricted softmaxes; for the manifest."""
-        vocabulary = self.vocabulary
-        roles: dict[str, Any] = {
-            "student": _role("toy", vocabulary.name, vocabulary.fingerprint, vocabulary)
-        }
+        own = self.tokenizer
+        student = _role(self._config.student.model.kind, own.name, own.fingerprint, own)
+        roles: dict[str, Any] = {"student": student}
         if self._config.loss.kl_coef > 0:
             roles["reference"] = roles["student"]
         teacher = self._config.teacher
@@ -260,8 +262,12 @@ class SingleActor:
             student_examples(traces),
             warmup,
             seed=sft_seed(self._config, "student"),
-            replacement_ids=self.vocabulary.ids,
+            replacement_ids=_known_ids(self.tokenizer),
         )
+
+
+def _known_ids(tokenizer: TokenizerLike) -> Sequence[int]:
+    return tokenizer.ids if isinstance(tokenizer, SubVocabulary) else range(tokenizer.vocab_size)
 
 
 def _role(kind: str, tokenizer: str, fingerprint: str, vocabulary: TokenizerLike) -> dict[str, Any]:

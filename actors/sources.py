@@ -1,15 +1,18 @@
-"""Evaluation sources: any policy on the same stage, tasks and seeds."""
+"""Who plays episodes: the student in training, and any policy in evaluation.
+
+Every policy of an evaluation meets the same stage, tasks and seeds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from actors.student_side import WRITE_CALLS, StudentSide, stage_for
+from actors.student_side import WRITE_CALLS, ActingModel, StudentSide, stage_for
 from actors.teacher_side import TEACHER_FOLDER, teacher_tokenizer
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.roles import ModelConfig, ToyModelConfig
+from miniverl_dist.config.roles import ToyModelConfig
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.generate_api.wire import SamplingParams
 from miniverl_dist.ports import ChatFormat, Clock, RolloutSource
@@ -24,23 +27,94 @@ if TYPE_CHECKING:
     from rollout_server.engines.base import Engine
 
 
+EpisodeKind = Literal["training", "evaluation"]
+
+
+def training_player(
+    config: RunConfig, side: StudentSide, engine: Engine, clock: Clock
+) -> EpisodePlayer:
+    """The student in training, sampled by ``engine``."""
+    rollout = config.rollout
+    sampling = SamplingParams(
+        temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens
+    )
+    policy = EnginePolicy(
+        engine,
+        side.chat,
+        sampling,
+        other_stop_ids=side.other_stop_ids,
+        deadline_s=config.deadlines.generate_s,
+    )
+    return EpisodePlayer(side.stage, policy, seed=config.seed, clock=clock)
+
+
+def evaluation_player(
+    config: RunConfig, side: StudentSide, engine: Engine, clock: Clock
+) -> EpisodePlayer:
+    """The student in evaluation, sampled by ``engine``."""
+    policy = EnginePolicy(
+        engine,
+        side.chat,
+        _evaluation_sampling(config),
+        other_stop_ids=side.other_stop_ids,
+        deadline_s=config.deadlines.generate_s,
+    )
+    return _evaluation_player(config, side, policy, side.chat, config.student.model, clock)
+
+
+def _evaluation_sampling(config: RunConfig) -> SamplingParams:
+    return SamplingParams(
+        temperature=config.evaluation.temperature, max_new_tokens=config.rollout.max_new_tokens
+    )
+
+
+def _evaluation_player(
+    config: RunConfig,
+    side: StudentSide,
+    policy: Policy,
+    chat: ChatFormat,
+    acting: ActingModel,
+    clock: Clock,
+) -> EpisodePlayer:
+    return EpisodePlayer(
+        stage_for(chat, side.environment, config, acting),
+        policy,
+        seed=derive_seed(config.seed, "evaluation"),
+        clock=clock,
+        budget=EVALUATION_BUDGET,
+        sampling=SamplingRecord(
+            temperature=config.evaluation.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+        ),
+    )
+
+
 class EvaluationSources:
-    """Makes a `RolloutSource` for each policy that can be evaluated."""
+    """Makes a `RolloutSource` for each policy that can be evaluated.
+
+    Args:
+        config: Of the run.
+        side: The student's half.
+        student: Plays the student in evaluation.
+        run_dir: Where a fitted teacher lies.
+        clock: For diagnostics.
+    """
 
     def __init__(
-        self, config: RunConfig, side: StudentSide, engine: Engine, run_dir: Path, clock: Clock
+        self,
+        config: RunConfig,
+        side: StudentSide,
+        student: RolloutSource,
+        run_dir: Path,
+        clock: Clock,
     ) -> None:
-        self._config, self._side, self._engine = config, side, engine
+        self._config, self._side, self._student = config, side, student
         self._run_dir, self._clock = run_dir, clock
-        evaluation, rollout = config.evaluation, config.rollout
-        self._sampling = SamplingParams(
-            temperature=evaluation.temperature, max_new_tokens=rollout.max_new_tokens
-        )
 
     def by_name(self) -> Mapping[str, Callable[[], Awaitable[RolloutSource]]]:
         """Policy name -> maker of its source."""
         return {
-            "student": self._student,
+            "student": self._the_student,
             "teacher": self._teacher,
             "null": self._null,
             "oracle": self._oracle,
@@ -52,8 +126,8 @@ class EvaluationSources:
     async def _oracle(self) -> RolloutSource:
         return self._player(oracle_policy(self._side.chat, WRITE_CALLS), self._side.chat)
 
-    async def _student(self) -> RolloutSource:
-        return self._player(self._engine_policy(self._engine, self._side.chat), self._side.chat)
+    async def _the_student(self) -> RolloutSource:
+        return self._student
 
     async def _teacher(self) -> RolloutSource:
         """The teacher acts in its own tokens and roles, with the student's wire format.
@@ -61,7 +135,7 @@ class EvaluationSources:
         Raises:
             ConfigError: this runtime can only score with it, not sample.
         """
-        from actors.student_rank import folder_snapshot, toy_engine
+        from actors.builds import folder_snapshot, toy_engine
 
         teacher = self._config.teacher
         if teacher is None or not isinstance(teacher.model, ToyModelConfig):
@@ -75,30 +149,22 @@ class EvaluationSources:
         chat = DeepSeekV4ChatFormat(tokenizer)
         engine = toy_engine(teacher.model, tokenizer, "teacher-0")
         await engine.load_weights(folder_snapshot(self._run_dir / TEACHER_FOLDER))
-        return self._player(self._engine_policy(engine, chat), chat, teacher.model)
-
-    def _engine_policy(self, engine: Engine, chat: ChatFormat) -> Policy:
-        stops = self._side.other_stop_ids if chat is self._side.chat else ()
-        return EnginePolicy(
+        policy = EnginePolicy(
             engine,
             chat,
-            self._sampling,
-            other_stop_ids=stops,
+            _evaluation_sampling(self._config),
             deadline_s=self._config.deadlines.generate_s,
         )
+        return self._player(policy, chat, teacher.model)
 
     def _player(
-        self, policy: Policy, chat: ChatFormat, model: ModelConfig | None = None
+        self, policy: Policy, chat: ChatFormat, acting: ActingModel | None = None
     ) -> EpisodePlayer:
-        acting = model or self._config.student.model
-        return EpisodePlayer(
-            stage_for(chat, self._side.environment, self._config, acting),
+        return _evaluation_player(
+            self._config,
+            self._side,
             policy,
-            seed=derive_seed(self._config.seed, "evaluation"),
-            clock=self._clock,
-            budget=EVALUATION_BUDGET,
-            sampling=SamplingRecord(
-                temperature=self._sampling.temperature,
-                max_new_tokens=self._sampling.max_new_tokens,
-            ),
+            chat,
+            acting or self._config.student.model,
+            self._clock,
         )

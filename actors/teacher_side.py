@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from miniverl_dist.training.sft import SftExample
 from rollout_server.traces import Trace
 from teacher_server.client import HttpTeacher, LocalTeacher, TeacherIdentity
 from teacher_server.rendering import DeepSeekV4ChatFormat, TeacherRendering, render
+
+if TYPE_CHECKING:
+    from teacher_server.scorer import PrefillScorer
 
 TEACHER_FOLDER = "teacher"
 TEACHER_VOCABULARY_FILE = "teacher-vocabulary.json"
@@ -120,7 +124,7 @@ def fit_teacher(
     on_step: Callable[[int, dict[str, float]], None],
 ) -> None:
     """Fit the toy teacher on scripted traces and store it in the run directory."""
-    from actors.student_rank import fit_toy
+    from actors.builds import fit_toy
     from miniverl_dist.backends.weights_io import TokenizerIdentity, save_toy_folder
 
     teacher = config.teacher
@@ -161,9 +165,21 @@ def teacher_tokenizer(config: TeacherConfig, run_dir: Path) -> TokenizerLike:
 
 @asynccontextmanager
 async def teacher_scorer(
-    config: TeacherConfig, side: StudentSide, run_dir: Path, clock: Clock
+    config: TeacherConfig,
+    side: StudentSide,
+    run_dir: Path,
+    clock: Clock,
+    *,
+    served_at: str | None = None,
 ) -> AsyncIterator[TeacherScorer]:
     """The teacher behind its port: called directly, or over HTTP when ``url`` is set.
+
+    Args:
+        config: Of the teacher.
+        side: The student's half of the run.
+        run_dir: Where a fitted teacher lies.
+        clock: For deadlines.
+        served_at: URL of a server that the run has launched for a model of its own.
 
     Raises:
         TokenizerMismatchError: the server reads ids of another tokenizer.
@@ -171,7 +187,8 @@ async def teacher_scorer(
     """
     tokenizer = teacher_tokenizer(config, run_dir)
     renderer = Renderer(config, side, tokenizer)
-    if config.url is None:
+    url = served_at or config.url
+    if url is None:
         local = _local_teacher(config, renderer, tokenizer, run_dir, clock)
         try:
             yield local
@@ -185,7 +202,7 @@ async def teacher_scorer(
         retry_backoff_s=config.retry_backoff_s,
         max_inflight_tokens=config.max_inflight_tokens,
     )
-    async with GenerateClient(config.url, limits=limits, headers=headers, clock=clock) as client:
+    async with GenerateClient(url, limits=limits, headers=headers, clock=clock) as client:
         teacher = HttpTeacher(
             client,
             renderer,
@@ -199,6 +216,15 @@ async def teacher_scorer(
         yield teacher
 
 
+def load_teacher(config: TeacherConfig, run_dir: Path) -> PrefillScorer:
+    """The teacher's model, in this process."""
+    from teacher_server.scorer import load_scorer
+
+    if isinstance(config.model, HFModelConfig):
+        return load_scorer(config.model.path, dtype=config.model.dtype)
+    return load_scorer(run_dir / TEACHER_FOLDER)
+
+
 def _local_teacher(
     config: TeacherConfig,
     renderer: Renderer,
@@ -206,13 +232,8 @@ def _local_teacher(
     run_dir: Path,
     clock: Clock,
 ) -> LocalTeacher:
-    from teacher_server.scorer import load_scorer
-
-    if isinstance(config.model, HFModelConfig):
-        scorer = load_scorer(config.model.path, dtype=config.model.dtype)
-        name = config.model.path.name
-    else:
-        scorer, name = load_scorer(run_dir / TEACHER_FOLDER), "toy-teacher"
+    scorer = load_teacher(config, run_dir)
+    name = config.model.path.name if isinstance(config.model, HFModelConfig) else "toy-teacher"
     return LocalTeacher(
         scorer,
         renderer,

@@ -149,3 +149,7 @@ class StudentLostError(UpdateError):
 
 class PlacementError(MiniverlError):
     """A placement that the cluster cannot give, or did not give in time."""
+
+
+class EngineLostError(EngineError):
+    """A rollout actor that has died or hangs; what it was playing can be played elsewhere."""

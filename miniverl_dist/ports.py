@@ -138,7 +138,11 @@ class WeightSnapshot:
 
 
 class StudentPool(Protocol):
-    """All ranks of the student: every call is carried out by all of them or by none."""
+    """All ranks of the student: every call is carried out by all of them or by none.
+
+    Every call but ``rebuild`` raises ``StudentLostError`` when a rank has died or stands half way:
+    then ``rebuild`` and ``load`` of the newest commit come before anything else.
+    """
 
     @property
     def policy_version(self) -> int:
@@ -156,14 +160,18 @@ class StudentPool(Protocol):
     async def logprobs(self, batch: TrainBatch) -> FloatArray:
         """[N] nats of the batch's tokens under the current weights; NaN at position 0."""
 
-    async def snapshot(self) -> WeightSnapshot:
-        """Current weights for a publish."""
-
     async def save(self, directory: Path) -> None:
         """Write weights, reference and optimizer below ``directory``."""
 
     async def load(self, directory: Path, policy_version: int) -> None:
         """Restore what ``save`` wrote."""
+
+    async def rebuild(self) -> None:
+        """Start all ranks anew, with their initial weights; ``load`` follows.
+
+        Raises:
+            UpdateError: too many rebuilds, or the ranks do not come up in time.
+        """
 
 
 @dataclass(frozen=True)
@@ -180,11 +188,14 @@ class PublishReceipt:
 class WeightStore(Protocol):
     """Brings weights to the rollout engines."""
 
-    async def publish(self, snapshot: WeightSnapshot) -> PublishReceipt:
-        """Quiesce, load, confirm version and checksum on every engine, resume.
+    async def publish(self, policy_version: int) -> PublishReceipt:
+        """Bring the student's current weights, of this version, to every engine.
+
+        Quiesce, load, confirm version and checksum, resume.
 
         Raises:
             PublishError: not one engine confirmed.
+            StudentLostError: a rank died while it sent.
         """
 
 

@@ -21,6 +21,10 @@ class StudentBackend(Protocol):
     def policy_version(self) -> int:
         """Committed optimizer steps."""
 
+    @property
+    def sends_weights(self) -> bool:
+        """Whether ``export`` has anything in this rank's buckets."""
+
     def update(self, batch: TrainBatch) -> UpdateResult:
         """Proximal (and reference) logprobs, then one optimizer step per minibatch.
 
@@ -77,3 +81,6 @@ class StudentBackend(Protocol):
             CheckpointError: broken, of another architecture, or of another policy version.
             TokenizerMismatchError: trained on another tokenizer's ids.
         """
+
+    def close(self) -> None:
+        """Leave the process group and free what is held; may be repeated."""

@@ -139,6 +139,11 @@ class ToyBackend:
         self._optimizer = AdamW(self.model.weights, optim)
         self._reference = ToyModel(config, vocabulary_ids, seed) if loss.kl_coef > 0 else None
 
+    @property
+    def sends_weights(self) -> bool:
+        """See ``StudentBackend``: the only rank sends all."""
+        return True
+
     def update(self, batch: TrainBatch) -> UpdateResult:
         """See ``StudentBackend``."""
         started_s = time.perf_counter()
@@ -252,6 +257,9 @@ class ToyBackend:
             self.model.load_arrays(folder.weights)
             self.policy_version = policy_version
             self.num_updates = counters["num_updates"]
+
+    def close(self) -> None:
+        """See ``StudentBackend``: nothing is held."""
 
     def _check_same_student(self, folder: ToyFolder) -> None:
         if folder.tokenizer.fingerprint != self._tokenizer.fingerprint:

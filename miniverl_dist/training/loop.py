@@ -19,13 +19,14 @@ trains on the journalled batches again, without sampling.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.errors import DeadlineError, EmptyBatchError
+from miniverl_dist.errors import CheckpointError, DeadlineError, EmptyBatchError, StudentLostError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import CHECKPOINTS
 from miniverl_dist.ports import (
@@ -94,6 +95,8 @@ class Trainer:
         self._journal = Journal(recorder.run.path / "journal")
         self._buffer: GroupBuffer | None = None
         self._step = 0
+        self._num_trained = 0
+        """Batches that the student has been trained on: one more than steps during a publish."""
         self._next_ticket = 0
         self._num_publishes = 0
         self._num_empty = 0
@@ -164,7 +167,8 @@ class Trainer:
         if not is_replay:
             self._journal.write(self._step, groups)
         with self._recorder.timed("seconds_update"):
-            result = await self._update(built.batch)
+            result = await self._with_students(partial(self._update, built.batch))
+            self._num_trained = self._step + 1
         with self._recorder.timed("seconds_publish"):
             await self._publish()
         self._ports.curriculum.advance(groups)
@@ -208,9 +212,51 @@ class Trainer:
                 f"step {self._step}: the update took longer than {deadline} s (deadlines.update_s)"
             ) from error
 
+    async def _with_students(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Do something with the student; when it is lost meanwhile, bring it back and do it again.
+
+        How often that may happen is the pool's to say: its ``rebuild`` raises in the end.
+        """
+        is_lost = False
+        while True:
+            try:
+                if is_lost:
+                    await self._recover_students()
+                return await work()
+            except StudentLostError as error:
+                if self._committed_step is None:
+                    raise  # nothing to come back to; a new start does the warm-up again
+                is_lost = True
+                self._recorder.count("student_rebuilds")
+                self._recorder.event(Event.STUDENT_LOST, step=self._step, reason=str(error))
+
+    async def _recover_students(self) -> None:
+        """Weights as they were before the loss: the last commit, and its journalled batches again.
+
+        Nothing is sampled or recorded anew; engines keep the version they have.
+        """
+        students = self._ports.students
+        await students.rebuild()
+        folder = checkpoint.newest_checkpoint(self._recorder.run.path / CHECKPOINTS)
+        if folder is None:
+            raise CheckpointError("the run's checkpoints have been removed while it was running")
+        state = checkpoint.verify(folder).state
+        await students.load(folder, state.policy_version)
+        for step in range(state.step, self._num_trained):
+            groups = self._journal.read(step)
+            batch = groups and build_batch(groups, self._config, self._ports.byte_ends).batch
+            if not batch:
+                raise CheckpointError(f"the journal has no batch of step {step} to train on again")
+            await self._update(batch)
+        self._recorder.event(
+            Event.STUDENT_REBUILT, checkpoint=folder.name, replayed=self._num_trained - state.step
+        )
+
     async def _publish(self) -> None:
         """Bring the current weights to every engine; counts only when confirmed."""
-        receipt = await self._ports.weights.publish(await self._ports.students.snapshot())
+        receipt = await self._with_students(
+            lambda: self._ports.weights.publish(self._ports.students.policy_version)
+        )
         if self._buffer is not None:
             self._buffer.note_publish(receipt.policy_version)
         self._num_publishes += 1
@@ -292,7 +338,7 @@ class Trainer:
         self._ports.curriculum.restore(state.curriculum)
         self._recorder.run.truncate(state.file_positions)
         self._recorder.counters.update(state.counters)
-        self._step = self._committed_step = state.step
+        self._step = self._num_trained = self._committed_step = state.step
         self._next_ticket, self._num_publishes = state.next_ticket, state.num_publishes
         self._recorder.event(Event.RESUMED, checkpoint=folder.name, step=state.step)
         await self._publish()
@@ -342,8 +388,10 @@ class Trainer:
             warmup_done=True,
         )
         with self._recorder.timed("seconds_commit"):
-            await checkpoint.commit(
-                folder, f"step-{self._step:06d}", state, self._ports.students.save
+            await self._with_students(
+                lambda: checkpoint.commit(
+                    folder, f"step-{self._step:06d}", state, self._ports.students.save
+                )
             )
         self._committed_step = self._step
         self._journal.clear(before_step=self._step)

@@ -26,7 +26,7 @@ class WeightReceiver(Protocol):
 
 
 class DirectWeightStore:
-    """Implements `ports.WeightStore` for engines that this process can call.
+    """Implements `ports.WeightStore` for a student and engines in this process.
 
     An engine that fails, is late, or confirms another version or checksum leaves the rotation: it
     may hold anything, and sampling under an unknown version would go unnoticed.
@@ -34,17 +34,23 @@ class DirectWeightStore:
 
     def __init__(
         self,
+        snapshot: Callable[[int], WeightSnapshot],
         engines: Sequence[WeightReceiver],
         *,
         deadline_s: float,
         on_quarantine: Callable[[str, str], None] = lambda engine, reason: None,
     ) -> None:
-        self._rotation = list(engines)
+        self._snapshot, self._rotation = snapshot, list(engines)
         self._deadline_s = deadline_s
         self._on_quarantine = on_quarantine
 
-    async def publish(self, snapshot: WeightSnapshot) -> PublishReceipt:
-        """Load the snapshot everywhere; see `ports.WeightStore`."""
+    async def publish(self, policy_version: int) -> PublishReceipt:
+        """Load a snapshot everywhere; see `ports.WeightStore`."""
+        snapshot = self._snapshot(policy_version)
+        if snapshot.policy_version != policy_version:
+            raise PublishError(
+                f"the student holds version {snapshot.policy_version}, asked for {policy_version}"
+            )
         reasons = await asyncio.gather(*(self._load(engine, snapshot) for engine in self._rotation))
         confirmed, quarantined = [], []
         for engine, reason in zip(self._rotation, reasons, strict=True):

@@ -30,4 +30,15 @@ def test_a_missing_package_is_named_before_anything_is_written(
 
 
 def test_nothing_is_said_where_everything_is_there() -> None:
-    require_local_packages()
+    require_local_packages(load_config(ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml").config)
+
+
+@pytest.mark.parametrize("runtime", ["single_actor", "cluster"])
+def test_ray_is_needed_only_where_actors_run(
+    runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    fixture = ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml"
+    require_local_packages(load_config(fixture).config)
+    with pytest.raises(MissingDependencyError, match=r"needs ray.*miniverl-dist\[ray\]"):
+        require_local_packages(load_config(fixture, [f"runtime={runtime}"]).config)

@@ -1,0 +1,276 @@
+"""``runtime: cluster``: the parts of a run as pools of Ray actors; the trainer stays the same.
+
+driver    trainer, buffer, curriculum, run directory
+student   one actor per Megatron rank            -> `student_pool.RankPool`
+rollouts  one actor per engine, with episodes    -> `rollout_pool.RolloutPool`
+teacher   servers of `teacher.model`, if any     -> `teacher_pool.TeacherPool`
+weights   ranks -> engines                       -> `publish.RayWeightStore`
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from actors.placement import PlacedGroups, Role, place
+from actors.publish import RayWeightStore
+from actors.ray_calls import remote
+from actors.ray_session import cluster_address, ray_session
+from actors.rollout_host import RolloutHost
+from actors.rollout_pool import RolloutPool
+from actors.single import Parts, SingleActor
+from actors.sources import EpisodeKind
+from actors.student_pool import RankPool
+from actors.student_rank import StudentRank
+from actors.supervisor import RestartBudget
+from actors.teacher_pool import RemoteServer, TeacherHost, TeacherPool
+from actors.teacher_side import teacher_scorer
+from actors.weight_endpoints import RayEngine, RayRank
+from miniverl_dist.config.models import RunConfig
+from miniverl_dist.errors import EngineLostError, MiniverlError, StudentLostError
+from miniverl_dist.observability.events import Event
+from miniverl_dist.ports import Assignment, TeacherScorer
+from miniverl_dist.schemas.trajectory import Trajectory
+
+Result = TypeVar("Result")
+
+
+class RayRanks:
+    """Implements `student_pool.RankGroup` over actors."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = list(handles)
+
+    def call(self, method: str, *arguments: object) -> Sequence[Awaitable[Any]]:
+        """See `RankGroup.call`; large arguments are stored once for all ranks."""
+        shared = [ray.put(argument) for argument in arguments]
+        return [
+            remote(getattr(handle, method).remote(*shared), f"rank {rank}", StudentLostError)
+            for rank, handle in enumerate(self._handles)
+        ]
+
+    @property
+    def senders(self) -> list[RayRank]:
+        """The ranks as a publish sees them."""
+        return [RayRank(handle, f"rank {rank}") for rank, handle in enumerate(self._handles)]
+
+    async def end(self) -> None:
+        """See `RankGroup.end`."""
+        for handle in self._handles:
+            ray.kill(handle)
+
+
+class RayHost(RayEngine):
+    """Implements `rollout_pool.RemoteHost`, and an engine of the weight store, over one actor."""
+
+    def __init__(self, handle: Any, name: str) -> None:  # noqa: ANN401 - Ray types no handle
+        super().__init__(handle, name)
+        self._actor = handle
+
+    async def play(self, kind: EpisodeKind, assignment: Assignment, member: int) -> Trajectory:
+        """See `RemoteHost.play`."""
+        call = self._actor.play.remote(kind, assignment, member)
+        played: Trajectory = await remote(call, self.name, EngineLostError)
+        return played
+
+    async def end(self) -> None:
+        """See `RemoteHost.end`."""
+        ray.kill(self._actor)
+
+
+class RayServer:
+    """Implements `teacher_pool.RemoteServer` over one actor."""
+
+    def __init__(self, handle: Any, url: str, ping_s: float) -> None:  # noqa: ANN401 - as above
+        self._actor, self.url, self._ping_s = handle, url, ping_s
+
+    async def is_alive(self) -> bool:
+        """See `RemoteServer.is_alive`."""
+        try:
+            call = remote(self._actor.ping.remote(), self.url, EngineLostError)
+            await asyncio.wait_for(call, self._ping_s)
+        except (EngineLostError, TimeoutError):
+            return False
+        return True
+
+    async def end(self) -> None:
+        """See `RemoteServer.end`."""
+        ray.kill(self._actor)
+
+
+class ClusterActor(SingleActor):
+    """Builds the parts of one run on a Ray cluster."""
+
+    @asynccontextmanager
+    async def open(
+        self, *, tail_calls: int | None = None, with_scorer: bool = True
+    ) -> AsyncIterator[Parts]:
+        """See `SingleActor.open`; leaving the block ends every actor.
+
+        Raises:
+            PlacementError: the cluster cannot hold the run.
+        """
+        async with AsyncExitStack() as stack:
+            stack.enter_context(ray_session(self._config.cluster))
+            placed = await self._place(stack)
+            start = _Starter(self._config, self._run_dir, placed)
+            students = RankPool(
+                start.ranks, self._budget(), deadline_s=self._config.deadlines.update_s
+            )
+            stack.push_async_callback(students.close)
+            rollouts = self._rollout_pool(start)
+            stack.push_async_callback(rollouts.close)
+            self._recorder.progress.phase("starting the pools")
+            _, hosts = await asyncio.gather(students.open(), rollouts.open())
+            teacher = await self._teacher(stack, start) if with_scorer else None
+            self._weights = self._weight_store(students, rollouts, hosts)
+            ports = self._ports(students, self._weights, rollouts.source("training"), teacher)
+            yield Parts(ports, self._evaluator(rollouts.source("evaluation"), tail_calls))
+
+    async def _place(self, stack: AsyncExitStack) -> PlacedGroups:
+        config = self._config
+        is_local = cluster_address(config.cluster) == "local"
+        self._recorder.progress.phase("waiting for the cluster's nodes and resources")
+        placed = await place(config, config.name, may_grow=not is_local)
+        stack.push_async_callback(placed.close)
+        self._recorder.event(Event.POOLS_PLACED, placement=str(placed.report))
+        return placed
+
+    def _budget(self) -> RestartBudget:
+        return RestartBudget(self._config.cluster, self._clock)
+
+    def _rollout_pool(self, start: _Starter) -> RolloutPool[RayHost]:
+        return RolloutPool(
+            start.host,
+            lambda host: self._weights.admit(host),
+            num_hosts=self._config.cluster.rollout.num_actors,
+            budget=self._budget(),
+            deadline_s=self._config.deadlines.take_s,
+            tell=self._tell,
+            discard=lambda name: self._weights.discard(name),
+        )
+
+    def _weight_store(
+        self, students: RankPool[RayRanks], rollouts: RolloutPool[RayHost], hosts: Sequence[RayHost]
+    ) -> RayWeightStore:
+        def quarantined(name: str, reason: str) -> None:
+            self._quarantined(name, reason)
+            rollouts.quarantine(name, reason)
+
+        return RayWeightStore(
+            lambda: students.group.senders,
+            hosts,
+            self._config.publish,
+            deadline_s=self._config.deadlines.publish_s,
+            on_quarantine=quarantined,
+        )
+
+    async def _teacher(self, stack: AsyncExitStack, start: _Starter) -> TeacherScorer | None:
+        teacher = self._config.teacher
+        if teacher is None or not self._config.uses_teacher:
+            return None
+
+        def attach(url: str | None) -> AbstractAsyncContextManager[TeacherScorer]:
+            return teacher_scorer(teacher, self.side, self._run_dir, self._clock, served_at=url)
+
+        if teacher.url is not None:
+            return await stack.enter_async_context(attach(None))
+        pool = TeacherPool(
+            start.server,
+            attach,
+            num_servers=self._config.cluster.teacher.num_actors,
+            budget=self._budget(),
+            tell=self._tell,
+        )
+        stack.push_async_callback(pool.close)
+        await pool.open()
+        return pool
+
+    def _tell(self, event: Event, engine: str, reason: str) -> None:
+        self._recorder.event(event, engine=engine, reason=reason)
+
+
+class _Starter:
+    """Starts actors in their reserved places, each within one deadline."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, placed: PlacedGroups) -> None:
+        self._config, self._run_dir, self._placed = config, run_dir.resolve(), placed
+        self._deadline_s = config.cluster.start_deadline_s
+        self._addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
+
+    async def ranks(self) -> RayRanks:
+        """All ranks of the student, met and built."""
+        world_size = self._config.num_student_ranks
+        env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # megatron-core asks for it under TP and SP
+        options = {"runtime_env": {"env_vars": env}} if self._has_gpus else {}
+        handles = [
+            self._actor(
+                StudentRank,
+                Role.STUDENT,
+                rank,
+                rank,
+                world_size,
+                self._host(Role.STUDENT, rank),
+                **options,
+            )
+            for rank in range(world_size)
+        ]
+        ranks = RayRanks(handles)
+        try:
+            address = remote(handles[0].address.remote(), "rank 0", StudentLostError)
+            where = await self._bounded(address, "rank 0", StudentLostError)
+            met = asyncio.gather(*ranks.call("start", *where))
+            await self._bounded(met, "the student's ranks", StudentLostError)
+        except BaseException:
+            await ranks.end()
+            raise
+        return ranks
+
+    async def host(self, index: int, num_restarts: int) -> RayHost:
+        """One rollout actor."""
+        name = f"engine-{index}" + (f".{num_restarts}" if num_restarts else "")
+        address = self._host(Role.ROLLOUT, index)
+        handle = self._actor(RolloutHost, Role.ROLLOUT, index, name, address)
+        await self._ready(handle, handle.ready.remote(), name)
+        return RayHost(handle, name)
+
+    async def server(self, index: int) -> RemoteServer:
+        """One teacher server."""
+        name = f"teacher-{index}"
+        handle = self._actor(TeacherHost, Role.TEACHER, index)
+        url = await self._ready(handle, handle.start.remote(self._host(Role.TEACHER, index)), name)
+        return RayServer(handle, url, ping_s=self._deadline_s)
+
+    @property
+    def _has_gpus(self) -> bool:
+        return self._config.cluster.student.gpus_per_rank > 0
+
+    def _host(self, role: Role, index: int) -> str:
+        return str(self._addresses[self._placed.node_id(role, index)])
+
+    def _actor(self, kind: type, role: Role, index: int, *arguments: object, **options: Any) -> Any:  # noqa: ANN401
+        made: Any = ray.remote(kind).options(**self._placed.options(role, index), **options)
+        return made.remote(self._config, self._run_dir, *arguments)
+
+    async def _ready(self, handle: Any, call: Awaitable[Any], name: str) -> Any:  # noqa: ANN401
+        try:
+            return await self._bounded(remote(call, name, EngineLostError), name, EngineLostError)
+        except BaseException:
+            ray.kill(handle)
+            raise
+
+    async def _bounded(
+        self, work: Awaitable[Result], who: str, lost: type[MiniverlError]
+    ) -> Result:
+        try:
+            # Waits for the actor's process and its model to come up.
+            return await asyncio.wait_for(work, self._deadline_s)
+        except TimeoutError as error:
+            raise lost(
+                f"{who} did not start within {self._deadline_s:g} s (cluster.start_deadline_s)"
+            ) from error

@@ -1,0 +1,92 @@
+"""``runtime: single_actor``: a whole run in one Ray actor, the driver only waits and relays."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.ray_calls import remote
+from actors.ray_session import ray_session
+from actors.running import Running
+from miniverl_dist.config.load import LoadedConfig
+from miniverl_dist.errors import MiniverlError
+from miniverl_dist.observability.progress import LineProgress, Progress
+from miniverl_dist.observability.run_dir import RunDirectory
+from miniverl_dist.training.loop import RunSummary
+
+
+class RunHost:
+    """A run in a process of its own. A plain class: Ray makes an actor of it."""
+
+    def __init__(self) -> None:
+        self._running: Running | None = None
+        self._is_stopped = False
+
+    async def train(
+        self, config: LoadedConfig, run_dir: Path, resume_from: Path | None
+    ) -> RunSummary:
+        """See `Running.train`; the directory stands already, and nobody else has it open."""
+        with RunDirectory.open(run_dir, writable=True) as run:
+            self._running = Running(config, run, LineProgress(sys.stderr))
+            if self._is_stopped:
+                self._running.request_stop()
+            return await self._running.train(resume_from)
+
+    async def request_stop(self) -> None:
+        """See `Running.request_stop`."""
+        self._is_stopped = True
+        if self._running is not None:
+            self._running.request_stop()
+
+
+class HostedRun:
+    """A run in an actor, seen from the driver."""
+
+    def __init__(
+        self, config: LoadedConfig, run_dir: Path, progress: Progress, resume_from: Path | None
+    ) -> None:
+        self._config, self._run_dir, self._progress = config, run_dir.resolve(), progress
+        self._resume_from = resume_from.resolve() if resume_from is not None else None
+        self._host: Any = None
+        self._is_stopped = False
+
+    def request_stop(self) -> None:
+        """Ask the actor to end in order; safe in a signal handler, and before there is one."""
+        self._is_stopped = True
+        if self._host is not None:
+            self._host.request_stop.remote()
+
+    async def run(self) -> RunSummary:
+        """Start the actor and wait for its run, which is bounded by its own deadlines.
+
+        Raises:
+            MiniverlError: what ended the run there, or the actor's death.
+        """
+        cluster = self._config.config.cluster
+        with ray_session(cluster):
+            self._progress.phase("training in one Ray actor")
+            make = ray.remote(RunHost).options(
+                num_cpus=cluster.student.cpus_per_rank, num_gpus=cluster.student.gpus_per_rank
+            )
+            self._host = make.remote()
+            if self._is_stopped:
+                self.request_stop()
+            work = self._host.train.remote(self._config, self._run_dir, self._resume_from)
+            try:
+                summary: RunSummary = await remote(
+                    work, f"the run's actor (`miniverl-dist resume {self._run_dir}`)", MiniverlError
+                )
+            finally:
+                ray.kill(self._host)
+                self._progress.close()
+            return summary
+
+
+def train_in_actor(
+    config: LoadedConfig, run_dir: Path, progress: Progress, resume_from: Path | None
+) -> HostedRun:
+    """A run that will execute in one actor."""
+    return HostedRun(config, run_dir, progress, resume_from)

@@ -1,0 +1,37 @@
+"""Calls of Ray actors with our errors: what was raised there is raised here, a death is typed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from miniverl_dist.errors import MiniverlError
+
+
+async def remote(call: Awaitable[Any], who: str, lost: type[MiniverlError]) -> Any:  # noqa: ANN401
+    """The result of an actor's method.
+
+    Args:
+        call: The ``ObjectRef``.
+        who: The actor, for messages.
+        lost: Raised when the actor, its worker or its node is gone.
+
+    Raises:
+        Exception: whatever the method raised, as it was raised there.
+    """
+    try:
+        return await call
+    except RayTaskError as error:
+        cause = error.cause
+        raise (cause if isinstance(cause, Exception) else error) from None
+    except (RayActorError, GetTimeoutError) as error:
+        raise lost(f"{who} is gone: {_first_line(error)}") from error
+    except RayError as error:  # worker crashed, node died, object lost: all end this actor's work
+        raise lost(f"{who}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

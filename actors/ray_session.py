@@ -1,0 +1,54 @@
+"""The connection to Ray: started or joined as the recipe says, ended only where it was started."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from miniverl_dist.config.cluster import ClusterConfig
+from miniverl_dist.errors import PlacementError
+
+JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Set by Ray in the entry point of a submitted job."""
+
+
+@contextmanager
+def ray_session(config: ClusterConfig) -> Iterator[None]:
+    """Be connected for the length of the block.
+
+    A connection that this process has already is used and left alone. A cluster that was joined
+    goes on; one that was started here ends.
+
+    Raises:
+        PlacementError: there is no cluster at the address.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        if cluster_address(config) == "local":
+            ray.init(
+                address="local",
+                num_cpus=config.num_cpus,
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+            )
+        else:
+            ray.init(address=cluster_address(config), logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise PlacementError(
+            f"no Ray cluster at {cluster_address(config)!r} (cluster.address): {error}"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def cluster_address(config: ClusterConfig) -> str:
+    """Where to connect: a submitted job uses the cluster that runs it."""
+    return "auto" if JOB_MARK in os.environ else config.address

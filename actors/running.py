@@ -1,0 +1,124 @@
+"""One run or evaluation in its directory, wherever it executes: parts, manifest, stop, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from actors.single import SingleActor
+from miniverl_dist.config.load import LoadedConfig
+from miniverl_dist.errors import MiniverlError
+from miniverl_dist.observability.clock import SystemClock
+from miniverl_dist.observability.events import Event
+from miniverl_dist.observability.progress import Progress
+from miniverl_dist.observability.run_dir import MANIFEST, RunDirectory
+from miniverl_dist.schemas.evaluation import EvaluationReport
+from miniverl_dist.training import checkpoint as commits
+from miniverl_dist.training.evaluator import read_evaluation
+from miniverl_dist.training.loop import RunSummary, Trainer
+from miniverl_dist.training.recorder import Recorder
+
+ActorFactory = Callable[[LoadedConfig, Recorder], SingleActor]
+"""Makes the object that builds a run's parts; another runtime gives another one."""
+
+
+class Running:
+    """A run on its way. It may be asked to stop at any time, before it trains too.
+
+    Args:
+        config: Of the run.
+        run: Its directory, open for writing.
+        progress: Told what happens.
+        make_actor: Makes what builds the parts.
+    """
+
+    def __init__(
+        self,
+        config: LoadedConfig,
+        run: RunDirectory,
+        progress: Progress,
+        make_actor: ActorFactory = SingleActor,
+    ) -> None:
+        self._run, self._progress = run, progress
+        self._recorder = Recorder(run, progress, SystemClock())
+        self._actor = make_actor(config, self._recorder)
+        self._trainer: Trainer | None = None
+        self._is_stopped = False
+
+    def request_stop(self) -> None:
+        """End in order; while parts are still being prepared, as soon as they are."""
+        self._is_stopped = True
+        if self._trainer is not None:
+            self._trainer.request_stop()
+
+    async def train(self, resume_from: Path | None) -> RunSummary:
+        """Run to the end, to a stop, or to an error; the manifest and the report say which."""
+        update_manifest(self._run, status="running")
+        try:
+            summary = await self._train(resume_from)
+        except BaseException as error:
+            update_manifest(self._run, status="failed")
+            self._recorder.event(
+                Event.RUN_FAILED, error=type(error).__name__, message=str(error)[:2000]
+            )
+            raise
+        finally:
+            self._progress.close()
+        update_manifest(self._run, status="finished" if summary.is_finished else "stopped")
+        self._report()
+        return summary
+
+    async def _train(self, resume_from: Path | None) -> RunSummary:
+        actor = self._actor
+        await actor.prepare()
+        provenance = actor.side.environment.provenance()
+        update_manifest(self._run, roles=actor.roles(), environment=provenance)
+        async with actor.open() as parts:
+            self._trainer = await actor.trainer(parts, with_warmup=resume_from is None)
+            if self._is_stopped:
+                self._trainer.request_stop()
+            return await self._trainer.run(resume_from)
+
+    async def evaluate(
+        self,
+        policies: tuple[str, ...],
+        *,
+        checkpoint: Path | None,
+        tail_calls: int | None,
+        tag: str,
+    ) -> EvaluationReport:
+        """Measure policies and add their rows to ``eval.json``.
+
+        Args:
+            policies: ``student``, ``teacher``, ``null``, ``oracle``.
+            checkpoint: Weights of the student; None takes its initial ones.
+            tail_calls: T instead of the config's.
+            tag: Of the rows.
+        """
+        actor = self._actor
+        await actor.prepare(with_teacher="teacher" in policies)
+        async with actor.open(tail_calls=tail_calls, with_scorer=False) as parts:
+            students = parts.ports.students
+            if checkpoint is not None:
+                state = commits.verify(checkpoint).state
+                await students.load(checkpoint, state.policy_version)
+            await parts.ports.weights.publish(students.policy_version)
+            for name in policies:
+                suffix = "" if tail_calls is None else f"-T{tail_calls}"
+                await parts.evaluator.measure(name, f"{tag}{suffix}", students.policy_version)
+        return read_evaluation(self._run) or actor.empty_evaluation()
+
+    def _report(self) -> None:
+        """Write report.html and summary.md; a run is not lost for want of its report."""
+        from miniverl_dist.reporting.report import write_report
+
+        try:
+            write_report(self._run.path)
+        except MiniverlError as error:
+            self._progress.message(f"no report: {error} (try `miniverl-dist report` later)")
+
+
+def update_manifest(run: RunDirectory, **fields: Any) -> None:  # noqa: ANN401 - JSON values
+    """Change fields of a run's manifest."""
+    run.write_json(MANIFEST, run.read_json(MANIFEST) | fields)

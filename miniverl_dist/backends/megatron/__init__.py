@@ -1,0 +1,1 @@
+"""A student trained by megatron-core, one rank per process; any device, nccl or gloo."""

@@ -1,0 +1,426 @@
+"""One rank of a Megatron student; see ``backends.base.StudentBackend``.
+
+All ranks of a student hold the same batch and call the same method at the same time; every
+collective lies within these methods. Whatever can be found out without the other ranks (foreign
+ids, nothing to train on) is found out before the first collective, and equally on every rank.
+
+Shapes: N packed tokens, B sequences, M predictions of a microbatch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miniverl_dist.backends.adamw import learning_rate
+from miniverl_dist.backends.megatron import device
+from miniverl_dist.backends.megatron.architecture import Architecture
+from miniverl_dist.backends.megatron.data import (
+    RankMicrobatch,
+    rank_microbatches,
+    sequences_with_targets,
+)
+from miniverl_dist.backends.megatron.optimizer_state import OptimizerState
+from miniverl_dist.backends.megatron.reference import FrozenWeights
+from miniverl_dist.backends.megatron.setup import build_model, build_optimizer
+from miniverl_dist.backends.megatron.step import (
+    agreed_step,
+    packed_logprobs,
+    rank_layout,
+    score,
+    train_microbatches,
+)
+from miniverl_dist.backends.megatron.student_folder import Counters, StudentFolder
+from miniverl_dist.backends.megatron.weights import HFFolder, export, load_hf
+from miniverl_dist.backends.update_report import update_report
+from miniverl_dist.backends.vocabulary import AnyVocabulary
+from miniverl_dist.backends.weights_io import TokenizerIdentity
+from miniverl_dist.config.recipe import LossConfig, OptimConfig
+from miniverl_dist.config.roles import MegatronModelConfig
+from miniverl_dist.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    MiniverlError,
+    StudentLostError,
+)
+from miniverl_dist.objective.policy_loss import Metrics, policy_loss, reference_kl_penalty
+from miniverl_dist.objective.reduction import Denominators
+from miniverl_dist.ports import WeightSnapshot
+from miniverl_dist.schemas.batch import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    SftBatch,
+    TrainBatch,
+    UpdateResult,
+)
+from miniverl_dist.schemas.weights import NamedArrays, weights_checksum
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Packed arrays of one update; what is off the loss mask is NaN or 0 and never read."""
+
+    batch: TrainBatch
+    advantages: FloatArray
+    """[N]; lowered by the KL to the reference under ``k1_in_reward``."""
+    proximal: FloatArray
+    """[N] nats."""
+    reference: FloatArray | None
+    """[N] nats."""
+    sequence_lengths: IntArray
+    """[B] loss tokens of each whole sequence, which context parallelism splits over ranks."""
+
+
+class MegatronBackend:
+    """Trains this rank's share of a megatron-core decoder.
+
+    Args:
+        model: Layout and numerics.
+        arch: The decoder; its vocabulary size is that of ``vocabulary``.
+        hf_folder: Hugging Face folder with the initial weights.
+        tokenizer: Whose ids the batches hold; stored with the weights and compared on load.
+        vocabulary: Row of each id.
+        loss: Policy loss; a reference policy is kept when ``kl_coef`` is above 0.
+        optim: AdamW and its schedule.
+        num_steps: Batches of the whole run, where the ``linear`` schedule ends.
+        seed: Of whatever the weights do not cover.
+        rank: 0 to ``world_size`` - 1.
+        world_size: Ranks of the student.
+        master_addr: Address of rank 0's machine.
+        master_port: Free port there; not used by a single rank.
+        timeout_s: For the ranks to meet, and for every collective.
+
+    Raises:
+        ConfigError: ranks, layout and decoder do not fit each other.
+        CheckpointError: the folder does not hold this decoder.
+    """
+
+    def __init__(  # noqa: PLR0913 -- what a rank is and where it stands, named at the call
+        self,
+        model: MegatronModelConfig,
+        arch: Architecture,
+        hf_folder: Path,
+        tokenizer: TokenizerIdentity,
+        vocabulary: AnyVocabulary,
+        *,
+        loss: LossConfig,
+        optim: OptimConfig,
+        num_steps: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        master_addr: str = "127.0.0.1",
+        master_port: int = 0,
+        timeout_s: float = 600.0,
+    ) -> None:
+        _check(model, arch, vocabulary, loss)
+        device.init_ranks(rank, world_size, master_addr, master_port, model.parallel, timeout_s)
+        self.policy_version = 0
+        self.num_updates = 0
+        """Batches trained on; the learning rate follows it."""
+        self.model = build_model(arch, model, seed=seed)
+        # Microbatches differ in shape, so stages tell each other what they send (see data.py).
+        self.model.config.variable_seq_lengths = model.parallel.pipeline > 1
+        load_hf(self.model, HFFolder(hf_folder).read)
+        self.optimizer = build_optimizer(
+            self.model, optim, distributed=model.distributed_optimizer
+        )
+        self._config = model
+        self._vocabulary = vocabulary
+        self._loss = loss
+        self._optim = optim
+        self._num_steps = num_steps
+        self._layout = rank_layout(self.model)
+        self._state = OptimizerState(self.model.module, self.optimizer)
+        self._num_optimizer_steps = 0
+        self._reference = FrozenWeights(self.model.module) if loss.kl_coef > 0 else None
+        self._folder = StudentFolder(self.model, model, tokenizer)
+        self._lost = ""
+
+    def update(self, batch: TrainBatch) -> UpdateResult:
+        """See ``StudentBackend``."""
+        started_s = time.perf_counter()
+        self._require_whole()
+        rows = self._vocabulary.rows(batch.token_ids)
+        useful = sequences_with_targets(batch.sequence_starts, batch.loss_mask)
+        if not len(useful):
+            raise BatchError(
+                f"none of the batch's {len(batch.group_ids)} sequences has a token to train on"
+            )
+        steps = {
+            minibatch: self._cut(
+                batch, rows, batch.loss_mask, useful[batch.minibatch_ids[useful] == minibatch]
+            )
+            for minibatch in np.unique(batch.minibatch_ids[useful]).tolist()
+        }
+        lr = learning_rate(self._optim, self.num_updates, self._num_steps)
+        with self._all_or_lost():
+            arrays = self._arrays(batch, [part for parts in steps.values() for part in parts])
+            taken = [self._policy_step(arrays, index, parts, lr) for index, parts in steps.items()]
+        self.policy_version += len(taken)
+        self.num_updates += 1
+        metrics = update_report(taken)
+        metrics |= {"lr": lr, "seconds_update": time.perf_counter() - started_s}
+        return UpdateResult(self.policy_version, len(taken), metrics)
+
+    def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
+        """See ``StudentBackend``. Mean cross-entropy over the masked tokens."""
+        self._require_whole()
+        rows = self._vocabulary.rows(batch.token_ids)
+        num_tokens = int(batch.loss_mask.sum())
+        if num_tokens == 0:
+            raise BatchError("a supervised batch without a token to learn from")
+        useful = sequences_with_targets(batch.sequence_starts, batch.loss_mask)
+        parts = self._cut(batch, rows, batch.loss_mask, useful)
+
+        def cross_entropy(part: RankMicrobatch, hidden: Tensor) -> tuple[Tensor, Metrics]:
+            scored = self._score(part, hidden, temperature=1.0)
+            return -scored.logprobs.sum() / num_tokens, {}
+
+        with self._all_or_lost():
+            metrics = self._step(parts, cross_entropy, learning_rate)
+        return {
+            "loss": float(metrics["loss"]),
+            "grad_norm": float(metrics["grad_norm"]),
+            "num_loss_tokens": float(num_tokens),
+        }
+
+    def finish_warmup(self) -> None:
+        """See ``StudentBackend``."""
+        self._require_whole()
+        self._state.reset()
+        self._num_optimizer_steps = 0
+        if self._reference is not None:
+            self._reference.freeze()
+
+    def logprobs(self, batch: TrainBatch) -> FloatArray:
+        """See ``StudentBackend``; the same on every rank."""
+        self._require_whole()
+        rows = self._vocabulary.rows(batch.token_ids)
+        mask = np.ones(len(rows), dtype=np.bool_)
+        mask[batch.sequence_starts[:-1]] = False
+        parts = self._cut(batch, rows, mask, np.arange(len(batch.group_ids)))
+        return np.where(mask, self._packed(parts, batch), np.nan)
+
+    def snapshot(self) -> WeightSnapshot:
+        """See ``StudentBackend``; every rank gets all weights, so it is for small students."""
+        tensors: dict[str, NDArray[Any]] = {}
+        for bucket in self.export(self.SNAPSHOT_BUCKET_BYTES):
+            arrays = {name: _as_numpy(tensor).copy() for name, tensor in bucket.items()}
+            found: list[dict[str, NDArray[Any]]] = [arrays]
+            if dist.get_world_size() > 1:
+                found = [{} for _ in range(dist.get_world_size())]
+                dist.all_gather_object(found, arrays)
+            for sent in found:
+                tensors |= sent
+        return WeightSnapshot(self.policy_version, tensors, weights_checksum(tensors))
+
+    def export(self, bucket_bytes: int) -> Iterator[Mapping[str, Any]]:
+        """See ``StudentBackend``."""
+        self._require_whole()
+        yield from export(self.model, bucket_bytes)
+
+    def load_weights(self, tensors: NamedArrays) -> None:
+        """See ``StudentBackend``."""
+        self._require_whole()
+        load_hf(self.model, _reader(tensors))
+        self.optimizer.reload_model_params()
+
+    def save(self, directory: Path) -> None:
+        """See ``StudentBackend``; all ranks write below the same directory."""
+        self._require_whole()
+        counters = Counters(self.policy_version, self.num_updates, self._num_optimizer_steps)
+        self._folder.save(directory, counters, self._state, self._reference)
+
+    def load(self, directory: Path, policy_version: int) -> None:
+        """See ``StudentBackend``; the layout may be another than the one that saved."""
+        counters = self._folder.load(directory, policy_version, self._state, self._reference)
+        self.policy_version = policy_version
+        self.num_updates = counters.num_updates
+        self._num_optimizer_steps = counters.num_optimizer_steps
+        self._lost = ""
+
+    def close(self) -> None:
+        """Leave the process groups; nothing works afterwards. No collective."""
+        self._lost = "it has been closed"
+        device.shutdown_ranks()
+
+    SNAPSHOT_BUCKET_BYTES = 64 * 1024 * 1024
+
+    def _cut(
+        self, batch: TrainBatch | SftBatch, rows: IntArray, mask: BoolArray, sequences: IntArray
+    ) -> list[RankMicrobatch]:
+        starts = batch.sequence_starts
+        longest = int(np.diff(starts)[sequences].max())
+        if longest > self._config.max_context_tokens:
+            raise BatchError(
+                f"a sequence of {longest} tokens, max_context_tokens is "
+                f"{self._config.max_context_tokens}"
+            )
+        budget = self._config.max_microbatch_tokens
+        return rank_microbatches(rows, starts, mask, sequences, self._layout, budget)
+
+    def _score(self, part: RankMicrobatch, hidden: Tensor, *, temperature: float) -> Any:
+        chunk_size = self._loss.chunk_size
+        return score(self.model, part, hidden, chunk_size=chunk_size, temperature=temperature)
+
+    def _packed(self, parts: list[RankMicrobatch], batch: TrainBatch) -> FloatArray:
+        return packed_logprobs(
+            self.model,
+            parts,
+            len(batch.token_ids),
+            chunk_size=self._loss.chunk_size,
+            temperature=batch.temperature,
+        )
+
+    def _arrays(self, batch: TrainBatch, parts: list[RankMicrobatch]) -> _Arrays:
+        """What stays the same over all optimizer steps of a batch."""
+        lengths = np.add.reduceat(batch.loss_mask.astype(np.int64), batch.sequence_starts[:-1])
+        # In the microbatches of the steps themselves: the first ratio is then 1 to the last bit.
+        proximal = self._packed(parts, batch)
+        if self._reference is None:
+            return _Arrays(batch, batch.advantages, proximal, None, lengths)
+        with self._reference.in_place():
+            reference = self._packed(parts, batch)
+        advantages = batch.advantages
+        if self._loss.kl_estimator == "k1_in_reward":
+            advantages = reference_kl_penalty(
+                torch.from_numpy(batch.advantages),
+                proximal_logprobs=torch.from_numpy(proximal),
+                reference_logprobs=torch.from_numpy(reference),
+                mask=torch.from_numpy(batch.loss_mask),
+                kl_coef=self._loss.kl_coef,
+            ).numpy()
+        return _Arrays(batch, advantages, proximal, reference, lengths)
+
+    def _policy_step(
+        self, arrays: _Arrays, minibatch: int, parts: list[RankMicrobatch], lr: float
+    ) -> Metrics:
+        batch = arrays.batch
+        where = device.current_device()
+        denominators = Denominators(
+            batch.num_loss_tokens[minibatch],
+            batch.num_sequences[minibatch],
+            torch.from_numpy(arrays.sequence_lengths).to(where),
+        )
+
+        def loss_function(part: RankMicrobatch, hidden: Tensor) -> tuple[Tensor, Metrics]:
+            def take(array: FloatArray) -> Tensor:
+                return torch.from_numpy(array[part.packed]).to(where)
+
+            scored = self._score(part, hidden, temperature=batch.temperature)
+            reference = arrays.reference
+            loss, metrics = policy_loss(
+                scored.logprobs,
+                proximal_logprobs=take(arrays.proximal),
+                rollout_logprobs=take(batch.rollout_logprobs),
+                advantages=take(arrays.advantages),
+                mask=torch.ones_like(scored.logprobs, dtype=torch.bool),
+                sequence_ids=torch.from_numpy(part.sequences).to(where),
+                config=self._loss,
+                denominators=denominators,
+                reference_logprobs=None if reference is None else take(reference),
+            )
+            return loss, metrics | {"entropy_sum": scored.entropy.sum()}
+
+        return self._step(parts, loss_function, lr)
+
+    def _step(self, parts: list[RankMicrobatch], loss_function: Any, lr: float) -> Metrics:
+        """Gradients, agreement of all ranks that they are finite, and the optimizer step.
+
+        Raises:
+            UpdateError: a loss or gradient is not finite; on all ranks, and nothing has changed.
+        """
+        self.clear_gradients()
+        metrics = train_microbatches(self.model, parts, loss_function)
+        merged = agreed_step(self.optimizer, metrics, lr, before_step=self._count_step)
+        self.clear_gradients()
+        return merged
+
+    def clear_gradients(self) -> None:
+        """Forget what the last backward pass has left."""
+        self.model.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _count_step(self) -> None:
+        self._num_optimizer_steps += 1
+
+    @contextmanager
+    def _all_or_lost(self) -> Iterator[None]:
+        """Errors inside leave the student as it was, or lost when a step has begun.
+
+        Weights are split over ranks and too large to be kept twice, so a step is not undone: the
+        newest commit is what brings the student back.
+        """
+        before = self._num_optimizer_steps
+        try:
+            yield
+        except BaseException as error:
+            self.clear_gradients()
+            steps = self._num_optimizer_steps - before
+            if steps:
+                self._lost = f"{steps} optimizer step(s) of a failed update were already taken"
+            elif isinstance(error, RuntimeError) and not isinstance(error, MiniverlError):
+                self._lost = "its ranks are no longer at the same place"
+            if self._lost:
+                raise StudentLostError(
+                    f"{type(error).__name__}: {error}; {self._lost}: rebuild the student from the "
+                    "newest commit"
+                ) from error
+            raise
+
+    def _require_whole(self) -> None:
+        if self._lost:
+            raise StudentLostError(
+                f"the student cannot be used ({self._lost}): rebuild it from the newest commit"
+            )
+
+
+def _check(
+    model: MegatronModelConfig, arch: Architecture, vocabulary: AnyVocabulary, loss: LossConfig
+) -> None:
+    if arch.vocab_size != len(vocabulary):
+        raise ConfigError(
+            f"the decoder has {arch.vocab_size} vocabulary rows for {len(vocabulary)} ids"
+        )
+    if loss.kind == "gspo_token" and model.parallel.context > 1:
+        raise ConfigError(
+            "loss.kind: gspo_token needs each sequence on one rank, but "
+            f"student.model.parallel.context is {model.parallel.context}: use 1, or another loss"
+        )
+
+
+def _as_numpy(tensor: Any) -> NDArray[Any]:  # noqa: ANN401 -- numpy array or tensor, see export
+    if not isinstance(tensor, Tensor):
+        return np.asarray(tensor)
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.cpu().numpy()
+
+
+def _reader(tensors: NamedArrays) -> Any:
+    """Tensors by name, as a folder would give them."""
+
+    def read(name: str) -> Tensor:
+        if name not in tensors:
+            raise CheckpointError(f"weights lack {name!r}, which this decoder has")
+        array = tensors[name]
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+    return read

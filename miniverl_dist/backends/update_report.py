@@ -1,0 +1,36 @@
+"""What an update reports, the same fields for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from miniverl_dist.objective.policy_loss import Metrics, merge_metrics, summarize
+
+REPORTED = (
+    "clip_low_fraction",
+    "clip_high_fraction",
+    "dual_clip_fraction",
+    "ratio_max",
+    "entropy_mean",
+    "reference_kl_mean",
+    "mismatch_mean_abs",
+    "mismatch_capped_fraction",
+)
+PER_STEP = ("loss", "policy_loss", "kl_loss", "grad_norm")
+
+
+def update_report(steps: Sequence[Metrics]) -> dict[str, float]:
+    """Metrics of an update: losses and norms per optimizer step, the rest per trained token.
+
+    The same fields under every loss: what a loss does not have (a dual clip, a mismatch cap, a
+    reference) is 0.
+
+    Args:
+        steps: merged metrics of each optimizer step, ``grad_norm`` among them; at least one.
+    """
+    merged = merge_metrics(*steps)
+    summary = summarize(merged)
+    report = {name: summary.get(name, 0.0) for name in (*REPORTED, *PER_STEP)}
+    for name in PER_STEP:
+        report[name] /= len(steps)
+    return report | {"num_loss_tokens": float(merged["num_tokens"])}
