@@ -10,9 +10,9 @@ RUNS ?= runs
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 STAMP := $(VENV)/.installed
-INPUTS := pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/install_bfcl.sh $(wildcard scripts/lock/*.txt)
+INPUTS := pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/install_bfcl.sh scripts/install_megatron.sh $(wildcard scripts/lock/*.txt)
 
-.PHONY: setup demo demo-sign demo-lookahead test test-slow test-all lint format type imports bench docs build ci clean
+.PHONY: setup demo demo-sign demo-lookahead test test-slow test-gpu test-all lint format type imports bench docs build ci clean
 
 setup: $(STAMP)
 
@@ -30,10 +30,13 @@ demo-lookahead: setup  ## OPD with and without lookahead
 	$(BIN)/python -m scripts.demo lookahead --runs $(RUNS)
 
 test: setup
-	$(PYTEST) -m "not slow" -n 2 --dist loadfile
+	$(PYTEST) -m "not slow and not gpu" -n 2 --dist loadgroup
 
 test-slow: setup
-	$(PYTEST) -m slow || [ $$? -eq 5 ]  # 5: no test is marked slow yet
+	$(PYTEST) -m "slow and not gpu"
+
+test-gpu: setup  ## for a machine with one GPU; says plainly what did not run
+	$(PYTEST) -m gpu -rs tests/gpu
 
 test-all: test test-slow
 

@@ -20,6 +20,7 @@ import ray
 from actors.placement import PlacedGroups, Role, place
 from actors.publish import RayWeightStore
 from actors.ray_calls import remote
+from actors.ray_metrics import RayMetrics
 from actors.ray_session import cluster_address, ray_session
 from actors.rollout_host import RolloutHost
 from actors.rollout_pool import RolloutPool
@@ -118,6 +119,7 @@ class ClusterActor(SingleActor):
         async with AsyncExitStack() as stack:
             stack.enter_context(ray_session(self._config.cluster))
             placed = await self._place(stack)
+            self._recorder.sinks.append(RayMetrics(self._recorder.run.path.name))
             start = _Starter(self._config, self._run_dir, placed)
             students = RankPool(
                 start.ranks, self._budget(), deadline_s=self._config.deadlines.update_s

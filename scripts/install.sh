@@ -15,6 +15,7 @@ PY
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 python="$VENV/bin/python"
 PYTHON="$python" sh scripts/install_torch.sh
-"$python" -m pip install --quiet --constraint scripts/lock/constraints.txt --editable '.[local,dev]'
+"$python" -m pip install --quiet --constraint scripts/lock/constraints.txt --editable '.[local,ray,dev]'
 PYTHON="$python" sh scripts/install_bfcl.sh
+PYTHON="$python" sh scripts/install_megatron.sh
 echo "ready: $VENV ($("$python" -c 'import torch; print("torch", torch.__version__)'))"

@@ -40,6 +40,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "num_trajectories": Metric("count", "trajectories in the batch"),
     "num_loss_tokens": Metric("tokens", "sampled tokens that are trained on"),
     "num_zero_variance_groups": Metric("count", "groups whose rewards are all equal"),
+    "num_groups_waiting": Metric("count", "finished groups behind the batch when it was trained"),
     "num_refilled_groups": Metric("count", "groups dropped and sampled again"),
     "num_harness_faults": Metric("count", "episodes lost to deadline, environment or engine"),
     "rollout_tokens": Metric("tokens", "tokens sampled for the batch"),

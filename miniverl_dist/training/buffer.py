@@ -195,6 +195,12 @@ class GroupBuffer:
             "engine keeps old weights"
         )
 
+    @property
+    def num_finished(self) -> int:
+        """Groups that wait in their places, behind those that have been taken."""
+        waiting = list(self._places)[self._taken :]
+        return sum(place.group is not None for place in waiting)
+
     def lag(self, group: ScoredGroup) -> int:
         """Publishes between the oldest span of the group and now."""
         oldest = min(

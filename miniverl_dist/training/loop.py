@@ -300,6 +300,7 @@ class Trainer:
             "num_optimizer_steps": result.num_optimizer_steps,
             "policy_lag_mean": sum(lags) / len(lags),
             "policy_lag_max": max(lags),
+            "num_groups_waiting": 0 if self._buffer is None else self._buffer.num_finished,
             "num_refilled_groups": sum(group.assignment.attempt for group in groups),
             "seconds_step": seconds,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,8 @@ class Recorder:
         self._events, self._metrics = EventLog(run), MetricsWriter(run)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.counters: Counter[str] = Counter()
+        self.sinks: list[Callable[[dict[str, float | int]], None]] = []
+        """Told every step's record, besides the run directory (a metrics server)."""
 
     def event(self, event: Event, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
         """Write an event line."""
@@ -55,6 +57,8 @@ class Recorder:
         line = metrics | self._seconds | {"peak_rss_bytes": peak_rss_bytes()}
         self._seconds.clear()
         self._metrics.write(line)
+        for sink in self.sinks:
+            sink(line)
         self.progress.step(line)
 
     def groups(self, groups: Sequence[ScoredGroup]) -> None:

@@ -16,9 +16,24 @@ TORCH_ZONE = (
     "miniverl_dist.backends",
     "rollout_server.engines.toy",
     "rollout_server.engines.slots",
+    "rollout_server.engines.hf",
+    "rollout_server.engines.hf_decoder",
+    "rollout_server.engines.hf_weights",
     "teacher_server.scorer",
+    "actors.broadcast_group",
+    "actors.builds",
+    "actors.rollout_host",
     "actors.student_rank",
 )
+RAY_ZONE = (
+    "actors.cluster",
+    "actors.host",
+    "actors.ray_calls",
+    "actors.ray_session",
+    "actors.weight_endpoints",
+)
+TORCH_FREE_BACKENDS = ("base", "megatron.architecture", "padding", "vocabulary", "weights_io")
+"""What validation and planning need of the torch zone without torch."""
 HEAVY = ("torch", "ray", "megatron", "sglang", "transformers", "bfcl_eval", "tokenizers")
 
 
@@ -31,8 +46,8 @@ def all_modules() -> list[str]:
     return [name for name in found if not name.endswith("__main__")]
 
 
-def in_torch_zone(module: str) -> bool:
-    return any(module == zone or module.startswith(zone + ".") for zone in TORCH_ZONE)
+def in_zone(module: str, zones: tuple[str, ...]) -> bool:
+    return any(module == zone or module.startswith(zone + ".") for zone in zones)
 
 
 def imported_by(modules: list[str], *, prelude: str = "") -> dict[str, list[str]]:
@@ -61,17 +76,29 @@ def imported_by(modules: list[str], *, prelude: str = "") -> dict[str, list[str]
     return loaded
 
 
-def test_modules_outside_the_torch_zone_load_nothing_heavy() -> None:
-    free = [module for module in all_modules() if not in_torch_zone(module)]
+def test_modules_outside_the_zones_load_nothing_heavy() -> None:
+    free = [module for module in all_modules() if not in_zone(module, TORCH_ZONE + RAY_ZONE)]
+    free += [f"miniverl_dist.backends.{name}" for name in TORCH_FREE_BACKENDS]
     assert len(free) > 50
     offenders = {module: heavy for module, heavy in imported_by(free).items() if heavy}
     assert offenders == {}
 
 
 def test_torch_zone_loads_torch_but_no_runtime() -> None:
-    zone = [module for module in all_modules() if in_torch_zone(module)]
+    wrappers = ("miniverl_dist.backends.megatron", "rollout_server.engines.hf")
+    zone = [
+        module
+        for module in all_modules()
+        if in_zone(module, TORCH_ZONE) and not module.startswith(wrappers)
+    ]
     loaded = {name for heavy in imported_by(zone).values() for name in heavy}
     assert loaded == {"torch"}
+
+
+def test_ray_zone_is_needed() -> None:
+    """A module that no longer loads Ray has no place in its zone."""
+    for module in RAY_ZONE:
+        assert "ray" in imported_by([module])[module], module
 
 
 def test_the_measurement_sees_a_heavy_import() -> None:
