@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.ray_head import SMALL, RayHead, end, environment, free_ports, ray_head
+from tests.support.requirements import require_ray
 
-pytest.importorskip("ray", reason="Ray is not installed (make setup)")
+require_ray()
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[2]
