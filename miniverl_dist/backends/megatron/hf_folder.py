@@ -185,7 +185,12 @@ def write_description(
 
 
 def initial_weights(
-    arch: Architecture, seed: int, directory: Path, dtype: torch.dtype = torch.float32
+    arch: Architecture,
+    seed: int,
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Draw a model and write it as a Hugging Face folder, a shard at a time.
 
@@ -197,6 +202,7 @@ def initial_weights(
         seed: Equal seeds give equal weights.
         directory: The folder.
         dtype: Of the stored weights; drawn in float32.
+        shard_bytes: Of a file; a larger tensor has its own.
 
     Raises:
         CheckpointError: a file could not be written.
@@ -209,7 +215,7 @@ def initial_weights(
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shapes = hf_parameters(arch)
-    shards = list(_shards(shapes, dtype.itemsize))
+    shards = list(_shards(shapes, dtype.itemsize, shard_bytes))
     file_of: dict[str, str] = {}
     for index, names in enumerate(shards):
         file = shard_name(index, len(shards))
@@ -225,12 +231,14 @@ def initial_weights(
         ) from error
 
 
-def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> Iterator[Iterable[str]]:
+def _shards(
+    shapes: Mapping[str, tuple[int, ...]], itemsize: int, shard_bytes: int
+) -> Iterator[Iterable[str]]:
     names: list[str] = []
     filled = 0
     for name, shape in shapes.items():
         size = math.prod(shape) * itemsize
-        if names and filled + size > SHARD_BYTES:
+        if names and filled + size > shard_bytes:
             yield names
             names, filled = [], 0
         names.append(name)
@@ -244,9 +252,6 @@ def _draw(name: str, shape: tuple[int, ...], arch: Architecture, seed: int) -> t
     tensor = torch.empty(shape)
     if name.endswith("A_log"):
         return tensor.uniform_(1, 16, generator=generator).log_()
-    if name.endswith("conv1d.weight"):
-        bound = 1 / math.sqrt(shape[-1])
-        return tensor.uniform_(-bound, bound, generator=generator)
     if len(shape) == 1:
         # Norm weights of the hybrid are stored minus 1, those in its delta nets are not.
         is_centered = arch.gated_attention and ".linear_attn." not in name

@@ -20,7 +20,12 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miniverl_dist.backends.megatron import cpu_compat
@@ -146,7 +151,11 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
-    optimizer = get_megatron_optimizer(config, [model.ddp])
+    overrides = get_standard_config_overrides(config)
+    optimizer = get_megatron_optimizer(config, [model.ddp], overrides)
+    for group in optimizer.param_groups:
+        # Megatron leaves this product to its own learning-rate scheduler, which is not used here.
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

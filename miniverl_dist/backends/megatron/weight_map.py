@@ -50,7 +50,20 @@ class Parameter:
     is_expert: bool = False
     """The expert ranks hold different tensors."""
     padding: int = 0
-    """Rows of zeros behind the slices that stand for no token."""
+    """Rows of zeros behind the last slice that stand for no token."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The Hugging Face tensors it is made of, each once."""
+        return tuple(dict.fromkeys(s.tensor for s in self.slices))
+
+    def places(self, tensor: str) -> Iterator[tuple[Slice, int]]:
+        """The slices of one tensor, each with the position in the parameter where it begins."""
+        position = 0
+        for part in self.slices:
+            if part.tensor == tensor:
+                yield part, position
+            position += part.stop - part.start
 
 
 @dataclass(frozen=True)
@@ -250,39 +263,42 @@ def _gated_mlp(hf: str, ffn: int, share: Share) -> tuple[tuple[Slice, Slice], Sl
     return (gate, up), down
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered together: one Hugging Face tensor, or an expert's for every expert rank."""
+
+    parameter: int
+    """Index into ``rank_parameters``."""
+    part: int
+    """Index into the parameter's ``tensors``."""
+
+
 def export_buckets(
     arch: Architecture, parallel: ParallelConfig, stage: int, *, itemsize: int, bucket_bytes: int
-) -> list[list[int]]:
-    """How one stage's parameters are sent: indices into ``rank_parameters``, bucket by bucket.
+) -> list[list[Unit]]:
+    """How one stage's parameters are sent, bucket by bucket.
 
     Args:
         arch: The decoder.
         parallel: Its layout.
         stage: Pipeline rank.
         itemsize: Bytes of one element.
-        bucket_bytes: Bytes of a bucket's Hugging Face tensors, gathered over the stage's ranks. A
-            larger parameter, with all that megatron packs into it, goes alone.
+        bucket_bytes: Of a bucket's Hugging Face tensors, gathered over the stage's ranks. A larger
+            unit goes alone.
     """
     shapes = hf_parameters(arch)
-    buckets: list[list[int]] = []
+    buckets: list[list[Unit]] = []
     filled = bucket_bytes
-    for index, parameter in enumerate(rank_parameters(arch, parallel, Coordinates(pipeline=stage))):
-        # Sent by the first stage already.
-        if stage > 0 and parameter.slices[0].tensor == "model.embed_tokens.weight":
-            continue
-        size = itemsize * _gathered_elements(parameter, parallel, shapes)
-        if filled + size > bucket_bytes:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += size
+    for index, parameter in enumerate(rank_parameters(arch, parallel, Coordinates(stage))):
+        for part, tensor in enumerate(parameter.tensors):
+            # Tied weights of the last stage: sent by the first one already.
+            if stage > 0 and tensor == "model.embed_tokens.weight":
+                continue
+            copies = parallel.expert if parameter.is_expert else 1
+            size = itemsize * copies * prod(shapes[tensor])
+            if filled + size > bucket_bytes:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(Unit(index, part))
+            filled += size
     return buckets
-
-
-def _gathered_elements(
-    parameter: Parameter, parallel: ParallelConfig, shapes: dict[str, tuple[int, ...]]
-) -> int:
-    """Elements of the Hugging Face tensors that a parameter belongs to, over a stage's ranks."""
-    tensors = {s.tensor for s in parameter.slices}
-    copies = parallel.expert if parameter.is_expert else 1
-    return copies * sum(prod(shapes[name]) for name in tensors)

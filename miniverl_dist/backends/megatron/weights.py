@@ -24,6 +24,7 @@ from miniverl_dist.backends.megatron.setup import MegatronModel
 from miniverl_dist.backends.megatron.weight_map import (
     Coordinates,
     Parameter,
+    Unit,
     export_buckets,
     rank_parameters,
 )
@@ -121,7 +122,8 @@ def export(model: MegatronModel, bucket_bytes: int) -> Iterator[dict[str, torch.
 
     Args:
         model: The stage.
-        bucket_bytes: Bytes gathered at a time; a larger parameter goes alone.
+        bucket_bytes: Gathered at a time; a larger tensor goes alone, an expert's with those of the
+            same number on the other expert ranks.
 
     Returns:
         Buckets of tensors on this rank's device, valid until the next one.
@@ -161,16 +163,16 @@ class _Gather:
         ]
 
     @torch.no_grad()
-    def bucket(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Gather the parameters at these indices; empty but on the sender."""
-        kinds: dict[str, list[int]] = {"whole": [], "split": [], "expert": []}
-        for index in indices:
-            own = self._own[index]
-            kinds["expert" if own.is_expert else "split" if own.is_split else "whole"].append(index)
+    def bucket(self, units: list[Unit]) -> dict[str, torch.Tensor]:
+        """Gather these units; empty but on the sender."""
+        kinds: dict[str, list[Unit]] = {"whole": [], "split": [], "expert": []}
+        for unit in units:
+            own = self._own[unit.parameter]
+            kinds["expert" if own.is_expert else "split" if own.is_split else "whole"].append(unit)
         found: dict[str, torch.Tensor] = {}
         if is_stage_sender():
-            for index in kinds["whole"]:
-                self._place(found, self._own[index], self._targets[self._own[index].name])
+            for unit in kinds["whole"]:
+                self._place(found, self._own, unit, self._pieces(unit))
         if kinds["split"] and _is_first_replica():
             group = parallel_state.get_tensor_model_parallel_group()
             self._gather(found, kinds["split"], group, self._peers)
@@ -179,33 +181,52 @@ class _Gather:
             self._gather(found, kinds["expert"], group, self._expert_peers)
         return found
 
+    def _pieces(self, unit: Unit) -> list[torch.Tensor]:
+        """This rank's slices of a unit; with padding, so that all ranks' are equally large."""
+        own = self._own[unit.parameter]
+        target = self._targets[own.name]
+        return [
+            target.narrow(own.axis, position, part.stop - part.start + own.padding)
+            for part, position in own.places(own.tensors[unit.part])
+        ]
+
     def _gather(
         self,
         found: dict[str, torch.Tensor],
-        indices: list[int],
+        units: list[Unit],
         group: dist.ProcessGroup,
         peers: list[list[Parameter]],
     ) -> None:
-        own = [self._targets[self._own[index].name] for index in indices]
-        flat = torch.cat([tensor.reshape(-1) for tensor in own])
+        own = [(unit, self._pieces(unit)) for unit in units]
+        flat = torch.cat([piece.reshape(-1) for _, pieces in own for piece in pieces])
         received = [torch.empty_like(flat) for _ in peers] or None
         dist.gather(flat, received, group=group, group_dst=0)
         for peer, buffer in zip(peers, received or [], strict=True):
-            parts = torch.split(buffer, [tensor.numel() for tensor in own])
-            for index, tensor, part in zip(indices, own, parts, strict=True):
-                self._place(found, peer[index], part.view(tensor.shape))
+            position = 0
+            for unit, pieces in own:
+                arrived = []
+                for piece in pieces:
+                    part = buffer[position : position + piece.numel()]
+                    arrived.append(part.view(piece.shape))
+                    position += piece.numel()
+                self._place(found, peer, unit, arrived)
 
     def _place(
-        self, found: dict[str, torch.Tensor], parameter: Parameter, value: torch.Tensor
+        self,
+        found: dict[str, torch.Tensor],
+        peer: list[Parameter],
+        unit: Unit,
+        pieces: list[torch.Tensor],
     ) -> None:
-        position = 0
-        for part in parameter.slices:
-            if part.tensor not in found:
-                found[part.tensor] = value.new_empty(self._shapes[part.tensor])
+        """Put a rank's pieces where its slices say."""
+        parameter = peer[unit.parameter]
+        tensor = parameter.tensors[unit.part]
+        if tensor not in found:
+            found[tensor] = pieces[0].new_empty(self._shapes[tensor])
+        for (part, _), piece in zip(parameter.places(tensor), pieces, strict=True):
             size = part.stop - part.start
-            target = found[part.tensor].narrow(parameter.axis, part.start, size)
-            target.copy_(value.narrow(parameter.axis, position, size))
-            position += size
+            target = found[tensor].narrow(parameter.axis, part.start, size)
+            target.copy_(piece.narrow(parameter.axis, 0, size))
 
 
 def save_hf(model: MegatronModel, directory: Path, *, bucket_bytes: int = 1024**3) -> None:
