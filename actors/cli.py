@@ -171,6 +171,35 @@ def validate(
         raise SystemExit(EXIT_ERROR)
 
 
+@app.command()
+def plan(
+    config: ConfigFile,
+    override: Overrides = None,
+    gpu_memory_gib: Annotated[
+        float, typer.Option(min=1, help="Memory of the GPU of a rank or engine.")
+    ] = 80.0,
+    reserve_gib: Annotated[
+        float, typer.Option(min=0, help="Left free on each GPU for what no formula covers.")
+    ] = 6.0,
+    node: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[Nx]CPUS,GPUS", help="A node of the cluster; may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show placement, ranks, memory and phases of a run; exit code 2 if it cannot fit."""
+    from actors.plan import Device, make_plan, parse_nodes
+    from actors.plan_view import render
+
+    made = make_plan(
+        _load(config, override).config,
+        device=Device(gpu_memory_gib, reserve_gib),
+        nodes=parse_nodes(node or []),
+    )
+    typer.echo(json.dumps(made.as_json()) if as_json else render(made), nl=as_json)
+    made.require()
+
+
 @app.command("show-config")
 def show_config(
     config: ConfigFile,

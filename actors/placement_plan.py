@@ -179,6 +179,9 @@ class FeasibilityReport:
         """Everything has a place."""
         return not self.missing
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """Wanted, offered and missing, as aligned text."""
         lines = ["wanted", *_indented(self._wanted_rows())]
