@@ -69,6 +69,9 @@ def build_student(
             seed=seed,
         )
     from miniverl_dist.backends.megatron.architecture import read_architecture
+    from miniverl_dist.backends.megatron.quiet import quiet_megatron
+
+    quiet_megatron()
     from miniverl_dist.backends.megatron.backend import MegatronBackend
 
     folder = _verified_student(run_dir)
@@ -97,17 +100,18 @@ def prepare_student(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path) 
     as. What is there already is left alone.
 
     Raises:
-        ConfigError: a config.json that cannot be used, or not under this parallelism.
+        ConfigError: a config.json that cannot be used, or that lacks rows for the tokenizer.
     """
     model, folder = config.student.model, run_dir / STUDENT_FOLDER
     if isinstance(model, ToyModelConfig) or (run_dir / STUDENT_SEAL_FILE).exists():
         return
     from miniverl_dist.backends.megatron.architecture import read_architecture
+    from miniverl_dist.backends.megatron.quiet import quiet_megatron
+
+    quiet_megatron()
     from miniverl_dist.backends.megatron.weights import initial_weights, write_config
 
     architecture = read_architecture(model.config)
-    if problem := architecture.problem(model.parallel):
-        raise ConfigError(f"student.model.parallel: {problem}")
     if model.vocabulary == "restricted":
         architecture = architecture.with_vocab_size(len(_declared(tokenizer).ids))
     elif architecture.vocab_size < tokenizer.vocab_size:
@@ -145,9 +149,7 @@ def build_engine(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path, nam
         return toy_engine(model, _declared(tokenizer), name)
     engine = config.rollout.engine or HFEngineConfig(kind="hf")
     if not isinstance(engine, HFEngineConfig):
-        raise ConfigError(
-            f"rollout.engine.kind {engine.kind} cannot be launched by this version: use `hf`"
-        )
+        raise ConfigError(f"rollout.engine: an engine of kind {engine.kind} cannot be built here")
     from rollout_server.engines.hf import HFEngine
 
     folder = _verified_student(run_dir)

@@ -108,19 +108,29 @@ class ClusterActor(SingleActor):
     """Builds the parts of one run on a Ray cluster."""
 
     @asynccontextmanager
-    async def open(
-        self, *, tail_calls: int | None = None, with_scorer: bool = True
-    ) -> AsyncIterator[Parts]:
-        """See `SingleActor.open`; leaving the block ends every actor.
+    async def reserved(self) -> AsyncIterator[None]:
+        """See `SingleActor.reserved`: a connection to Ray and the places of all actors.
 
         Raises:
             PlacementError: the cluster cannot hold the run.
         """
+        config = self._config
+        with ray_session(config.cluster):
+            is_local = cluster_address(config.cluster) == "local"
+            self._recorder.progress.phase("waiting for the cluster's nodes and resources")
+            async with await place(config, config.name, may_grow=not is_local) as placed:
+                self._recorder.event(Event.POOLS_PLACED, placement=str(placed.report))
+                self._placed = placed
+                yield
+
+    @asynccontextmanager
+    async def open(
+        self, *, tail_calls: int | None = None, with_scorer: bool = True
+    ) -> AsyncIterator[Parts]:
+        """See `SingleActor.open`; leaving the block ends every actor."""
         async with AsyncExitStack() as stack:
-            stack.enter_context(ray_session(self._config.cluster))
-            placed = await self._place(stack)
             self._recorder.sinks.append(RayMetrics(self._recorder.run.path.name))
-            start = _Starter(self._config, self._run_dir, placed)
+            start = _Starter(self._config, self._run_dir, self._placed)
             students = RankPool(
                 start.ranks, self._budget(), deadline_s=self._config.deadlines.update_s
             )
@@ -133,15 +143,6 @@ class ClusterActor(SingleActor):
             self._weights = self._weight_store(students, rollouts, hosts)
             ports = self._ports(students, self._weights, rollouts.source("training"), teacher)
             yield Parts(ports, self._evaluator(rollouts.source("evaluation"), tail_calls))
-
-    async def _place(self, stack: AsyncExitStack) -> PlacedGroups:
-        config = self._config
-        is_local = cluster_address(config.cluster) == "local"
-        self._recorder.progress.phase("waiting for the cluster's nodes and resources")
-        placed = await place(config, config.name, may_grow=not is_local)
-        stack.push_async_callback(placed.close)
-        self._recorder.event(Event.POOLS_PLACED, placement=str(placed.report))
-        return placed
 
     def _budget(self) -> RestartBudget:
         return RestartBudget(self._config.cluster, self._clock)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.preflight import require_local_packages
+from actors.preflight import require_local_packages, require_student_files
 from actors.running import ActorFactory, Running
 from actors.single import SingleActor
 from miniverl_dist import __version__
@@ -55,6 +55,7 @@ def train(
         MiniverlError: whatever ended the run; the directory then says so.
     """
     require_local_packages(config.config)
+    require_student_files(config.config)
     with RunDirectory.create(run_dir) as run:
         config.save(run)
         run.write_json(ENVIRONMENT, environment_record())
@@ -114,6 +115,7 @@ def evaluate(
         progress: Told what happens.
     """
     require_local_packages(config.config)
+    require_student_files(config.config)
     if "student" in policies and checkpoint is None:
         progress.message("note: no checkpoint given, the student is evaluated untrained")
     tag = "initial" if checkpoint is None else _checkpoint_tag(checkpoint, config)

@@ -64,7 +64,8 @@ class Broadcasts(Protocol):
 def host_array(value: Any) -> NDArray[Any]:  # noqa: ANN401 - numpy array or torch tensor
     """A C-contiguous numpy array over a tensor's memory, copied only where it must be."""
     if isinstance(value, np.ndarray):
-        return np.ascontiguousarray(value)
+        # Not ascontiguousarray, which gives a scalar a dimension.
+        return np.asarray(value, order="C")
     tensor = value.detach().cpu().contiguous()
     name = str(tensor.dtype).removeprefix("torch.")
     raw = tensor.reshape(-1).view(_torch_uint8())

@@ -6,8 +6,10 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 
+from miniverl_dist.backends.megatron.architecture import read_architecture
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.errors import MissingDependencyError
+from miniverl_dist.config.roles import MegatronModelConfig
+from miniverl_dist.errors import ConfigError, MissingDependencyError
 
 _INSTALL = {
     "torch": "pip install 'miniverl-dist[local]' (README: which torch)",
@@ -30,6 +32,31 @@ def require_local_packages(config: RunConfig) -> None:
         listed = "; ".join(f"{name}: {_INSTALL[name]}" for name in missing)
         raise MissingDependencyError(
             f"this command needs {', '.join(missing)}, which this environment lacks. {listed}"
+        )
+
+
+def require_student_files(config: RunConfig) -> None:
+    """Fail before anything is written when the student's model cannot be what the recipe says.
+
+    Raises:
+        ConfigError: a file is missing, of an architecture that is not supported, or does not fit
+            the parallelism; an engine that cannot be launched.
+    """
+    model = config.student.model
+    if not isinstance(model, MegatronModelConfig):
+        return
+    if problem := read_architecture(model.config).problem(model.parallel):
+        raise ConfigError(f"student.model.parallel: {problem}")
+    if model.weights is not None and not (model.weights / "config.json").is_file():
+        raise ConfigError(
+            f"student.model.weights: {model.weights} holds no Hugging Face model (no config.json); "
+            "give a folder that every node can read, or leave it out to draw weights from the seed"
+        )
+    engine = config.rollout.engine
+    if engine is not None and engine.kind != "hf":
+        raise ConfigError(
+            f"rollout.engine.kind: found {engine.kind}, this version can launch `hf` engines only "
+            "(`miniverl-dist plan` reads such a recipe all the same)"
         )
 
 

@@ -104,14 +104,14 @@ class RayWeightStore:
     async def _publish(self, policy_version: int) -> PublishReceipt:
         started_s = asyncio.get_running_loop().time()
         await self._wait_for_an_engine(policy_version)
-        waited_s = asyncio.get_running_loop().time() - started_s
         joining = dict(self._joining)
         engines = self._rotation | {name: engine for name, (engine, _) in joining.items()}
         transfer = WeightTransfer(
             policy_version,
             self._ranks(),
             list(engines.values()),
-            self._deadline_s - waited_s,
+            self._deadline_s,
+            asyncio.get_running_loop().time() - started_s,
             self._groups,
         )
         try:
@@ -176,7 +176,7 @@ class RayWeightStore:
 
     async def _is_resent(self, engine: RemoteEngine, receipt: PublishReceipt) -> bool:
         transfer = WeightTransfer(
-            receipt.policy_version, self._ranks(), [engine], self._deadline_s, self._groups
+            receipt.policy_version, self._ranks(), [engine], self._deadline_s, groups=self._groups
         )
         # The student is busy with its next update, or past it.
         with suppress(DeadlineError, PublishError):

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from actors.sources import EpisodeKind
 from actors.supervisor import RestartBudget
-from miniverl_dist.errors import DeadlineError, EngineError, EngineLostError, MiniverlError
+from miniverl_dist.errors import EngineError, EngineLostError, MiniverlError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.ports import Assignment
 from miniverl_dist.schemas.trajectory import Trajectory
@@ -84,11 +84,14 @@ class RolloutPool(Generic[HostT]):
 
     async def close(self) -> None:
         """End restarts and hosts."""
+        hosts, self._rotation = list(self._rotation.values()), {}  # first: an end is not a loss
         for task in self._restarts.values():
             task.cancel()
         await asyncio.gather(*self._restarts.values(), return_exceptions=True)
-        await asyncio.gather(*(host.end() for host in self._rotation.values()))
-        self._rotation = {}
+        async with self._changed:
+            self._restarts.clear()  # a task that had not begun yet has not left by itself
+            self._changed.notify_all()
+        await asyncio.gather(*(host.end() for host in hosts))
 
     def source(self, kind: EpisodeKind) -> PoolSource:
         """The pool as a `ports.RolloutSource` of one kind of episode."""
@@ -153,7 +156,7 @@ class RolloutPool(Generic[HostT]):
     async def _is_back(self, index: int) -> bool:
         try:
             host = await self._make(index, self._num_restarts[index])
-        except (EngineError, DeadlineError) as error:
+        except MiniverlError as error:
             self._tell(Event.ENGINE_LOST, f"rollout-{index}", f"it did not start: {error}")
             return False
         try:
@@ -162,6 +165,9 @@ class RolloutPool(Generic[HostT]):
             self._tell(Event.ENGINE_LOST, host.name, f"it did not take the weights: {error}")
             await host.end()
             return False
+        except asyncio.CancelledError:
+            await host.end()  # the pool closes, and knows hosts in rotation only
+            raise
         async with self._changed:
             self._rotation[index] = host
             self._changed.notify_all()

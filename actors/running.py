@@ -71,14 +71,15 @@ class Running:
 
     async def _train(self, resume_from: Path | None) -> RunSummary:
         actor = self._actor
-        await actor.prepare()
-        provenance = actor.side.environment.provenance()
-        update_manifest(self._run, roles=actor.roles(), environment=provenance)
-        async with actor.open() as parts:
-            self._trainer = await actor.trainer(parts, with_warmup=resume_from is None)
-            if self._is_stopped:
-                self._trainer.request_stop()
-            return await self._trainer.run(resume_from)
+        async with actor.reserved():
+            await actor.prepare()
+            provenance = actor.side.environment.provenance()
+            update_manifest(self._run, roles=actor.roles(), environment=provenance)
+            async with actor.open() as parts:
+                self._trainer = await actor.trainer(parts, with_warmup=resume_from is None)
+                if self._is_stopped:
+                    self._trainer.request_stop()
+                return await self._trainer.run(resume_from)
 
     async def evaluate(
         self,
@@ -97,16 +98,17 @@ class Running:
             tag: Of the rows.
         """
         actor = self._actor
-        await actor.prepare(with_teacher="teacher" in policies)
-        async with actor.open(tail_calls=tail_calls, with_scorer=False) as parts:
-            students = parts.ports.students
-            if checkpoint is not None:
-                state = commits.verify(checkpoint).state
-                await students.load(checkpoint, state.policy_version)
-            await parts.ports.weights.publish(students.policy_version)
-            for name in policies:
-                suffix = "" if tail_calls is None else f"-T{tail_calls}"
-                await parts.evaluator.measure(name, f"{tag}{suffix}", students.policy_version)
+        async with actor.reserved():
+            await actor.prepare(with_teacher="teacher" in policies)
+            async with actor.open(tail_calls=tail_calls, with_scorer=False) as parts:
+                students = parts.ports.students
+                if checkpoint is not None:
+                    state = commits.verify(checkpoint).state
+                    await students.load(checkpoint, state.policy_version)
+                await parts.ports.weights.publish(students.policy_version)
+                for name in policies:
+                    suffix = "" if tail_calls is None else f"-T{tail_calls}"
+                    await parts.evaluator.measure(name, f"{tag}{suffix}", students.policy_version)
         return read_evaluation(self._run) or actor.empty_evaluation()
 
     def _report(self) -> None:

@@ -133,6 +133,14 @@ class SingleActor:
         return student_byte_ends(span_token_ids, self.tokenizer, turn_end)
 
     @asynccontextmanager
+    async def reserved(self) -> AsyncIterator[None]:
+        """Hold what the run needs beside this process, for the length of the block: nothing.
+
+        Entered before anything is prepared, so that what cannot be had fails at once.
+        """
+        yield
+
+    @asynccontextmanager
     async def open(
         self, *, tail_calls: int | None = None, with_scorer: bool = True
     ) -> AsyncIterator[Parts]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from actors.tasks import make_environment, resolve_tasks
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.roles import ModelConfig, ToyModelConfig
+from miniverl_dist.config.roles import HFModelConfig, MegatronModelConfig, ToyModelConfig
 from miniverl_dist.environments.base import Environment
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.ports import ChatFormat, Clock
@@ -24,10 +25,14 @@ from rollout_server.tool_calls import parser, writer
 from rollout_server.traces import Trace, TraceMaker
 
 STUDENT_VOCABULARY_FILE = "student-vocabulary.json"
+STUDENT_FOLDER = "student"
+"""A Megatron student's ``config.json``, and its initial weights where they are drawn."""
+STUDENT_SEAL_FILE = "student.json"
 WIRE_FORMAT = "qwen_xml"
 WRITE_CALLS = writer(WIRE_FORMAT)
 _CHAT_FORMATS: dict[str, Callable[[TokenizerLike], ChatFormat]] = {"qwen3.6": Qwen36ChatFormat}
 _OTHER_END = "<|endoftext|>"
+ActingModel = ToyModelConfig | HFModelConfig | MegatronModelConfig
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,28 @@ def student_chat(config: RunConfig, tokenizer: TokenizerLike) -> ChatFormat:
 
 
 def stage_for(
-    chat: ChatFormat, environment: Environment, config: RunConfig, model: ModelConfig
+    chat: ChatFormat, environment: Environment, config: RunConfig, model: ActingModel
 ) -> Stage:
     """The stage on which ``model`` plays in this chat format, with the student's wire format."""
     limit = config.rollout.max_context_tokens
-    if isinstance(model, ToyModelConfig):
+    if not isinstance(model, HFModelConfig):
         limit = min(limit, model.max_context_tokens)
     limits = config.rollout.model_copy(update={"max_context_tokens": limit})
     return Stage(environment, chat, parser(WIRE_FORMAT), limits)
+
+
+def has_declared_vocabulary(config: RunConfig) -> bool:
+    """Whether the student's softmax covers a declared part of its tokenizer only."""
+    model = config.student.model
+    return isinstance(model, ToyModelConfig) or model.vocabulary == "restricted"
+
+
+def student_tokenizer(config: RunConfig, run_dir: Path) -> TokenizerLike:
+    """The student's tokenizer, or the part of it that the run declared."""
+    base = load_tokenizer(config.student.tokenizer)
+    if not has_declared_vocabulary(config):
+        return base
+    return SubVocabulary.load(run_dir / STUDENT_VOCABULARY_FILE, base)
 
 
 async def declare_vocabulary(config: RunConfig, clock: Clock) -> SubVocabulary:

@@ -138,6 +138,7 @@ class TeacherPool:
             if await place.server.is_alive() or not self._budget.spend():
                 return False
             self._tell(Event.ENGINE_LOST, f"teacher-{index}", f"{place.server.url} is gone")
+            await place.server.end()  # one that only hangs would keep the place of the next
             try:
                 self._places[index] = await self._place(index)
             except MiniverlError as error:

@@ -99,14 +99,16 @@ class WeightTransfer:
     ranks: Sequence[RemoteRank]
     engines: Sequence[RemoteEngine]
     deadline_s: float
-    """For all of it; the clock starts here."""
+    """For all of it."""
+    spent_s: float = 0.0
+    """How much of that was spent before; the clock goes on here."""
     groups: BroadcastGroups | None = None
     """Given where the transport is ``broadcast``."""
     failed: dict[str, str] = field(default_factory=dict)
     """Engine -> why it did not confirm."""
 
     def __post_init__(self) -> None:
-        self._ends_at = asyncio.get_running_loop().time() + self.deadline_s
+        self._ends_at = asyncio.get_running_loop().time() + self.deadline_s - self.spent_s
         self._broken: str | None = None
         self._group_size = 0
 
