@@ -19,13 +19,16 @@ async def remote(call: Awaitable[Any], who: str, lost: type[MiniverlError]) -> A
         lost: Raised when the actor, its worker or its node is gone.
 
     Raises:
-        Exception: whatever the method raised, as it was raised there.
+        MiniverlError: what the method raised; ``lost`` where that is no error of ours, since a
+            defect leaves the actor in a state that nobody knows.
     """
     try:
         return await call
     except RayTaskError as error:
         cause = error.cause
-        raise (cause if isinstance(cause, Exception) else error) from None
+        if isinstance(cause, MiniverlError):
+            raise cause from None
+        raise lost(f"{who} failed: {type(cause).__name__}: {cause}") from error
     except (RayActorError, GetTimeoutError) as error:
         raise lost(f"{who} is gone: {_first_line(error)}") from error
     except RayError as error:  # worker crashed, node died, object lost: all end this actor's work

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from actors.sources import EpisodeKind
-from actors.supervisor import RestartBudget
+from actors.supervisor import RestartBudget, all_started
 from miniverl_dist.errors import EngineError, EngineLostError, MiniverlError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.ports import Assignment
@@ -78,7 +78,8 @@ class RolloutPool(Generic[HostT]):
 
     async def open(self) -> tuple[HostT, ...]:
         """Start all hosts at once; they join the rotation here and are published to as one."""
-        hosts = await asyncio.gather(*(self._make(i, 0) for i in range(self._num_hosts)))
+        starts = (self._make(index, 0) for index in range(self._num_hosts))
+        hosts = await all_started(starts, lambda host: host.end())
         self._rotation = dict(enumerate(hosts))
         return tuple(hosts)
 
@@ -157,7 +158,7 @@ class RolloutPool(Generic[HostT]):
         try:
             host = await self._make(index, self._num_restarts[index])
         except MiniverlError as error:
-            self._tell(Event.ENGINE_LOST, f"rollout-{index}", f"it did not start: {error}")
+            self._tell(Event.ENGINE_LOST, f"engine-{index}", f"it did not start: {error}")
             return False
         try:
             await self._admit(host)

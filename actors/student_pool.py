@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from actors.supervisor import RestartBudget
 from miniverl_dist.backends.base import StudentBackend
-from miniverl_dist.errors import DeadlineError, MiniverlError, StudentLostError, UpdateError
+from miniverl_dist.errors import MiniverlError, StudentLostError, UpdateError
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import FloatArray, SftBatch, TrainBatch, UpdateResult
 
@@ -198,7 +198,7 @@ class RankPool(Generic[GroupT]):
                 await self._agree(method, calls, errors[0])
             _require_all(method, calls, late, bound)
             return [call.result() for call in calls]
-        except (StudentLostError, DeadlineError):
+        except StudentLostError:
             await self.close()
             raise
         finally:
@@ -225,7 +225,7 @@ def _require_all(
     method: str, calls: Sequence[object], late: Collection[object], deadline_s: float | None
 ) -> None:
     if late:
-        raise DeadlineError(
+        raise StudentLostError(
             f"{len(late)} of {len(calls)} ranks took longer than {deadline_s} s to {method}"
         )
 

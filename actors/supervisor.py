@@ -1,11 +1,34 @@
-"""How often a pool may start its actors anew before the run gives up."""
+"""Starting the actors of a pool: all of them or none, and how often anew."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 from miniverl_dist.config.cluster import ClusterConfig
 from miniverl_dist.ports import Clock
+
+Started = TypeVar("Started")
+
+
+async def all_started(
+    starts: Iterable[Awaitable[Started]], end: Callable[[Started], Awaitable[None]]
+) -> list[Started]:
+    """What was started, all at once; when one start fails, the others are ended.
+
+    Raises:
+        BaseException: what the first of the failed starts raised.
+    """
+    # Each start has a deadline of its own.
+    results = await asyncio.gather(*starts, return_exceptions=True)
+    failed = [result for result in results if isinstance(result, BaseException)]
+    started = [result for result in results if not isinstance(result, BaseException)]
+    if failed:
+        await asyncio.gather(*(end(one) for one in started))
+        raise failed[0]
+    return started
 
 
 class RestartBudget:

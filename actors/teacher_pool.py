@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from actors.supervisor import RestartBudget
+from actors.supervisor import RestartBudget, all_started
 from actors.teacher_side import load_teacher
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import ConfigError, EngineError, MiniverlError
@@ -75,6 +75,11 @@ class _Place:
     connection: AsyncExitStack
     mending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    async def end(self) -> None:
+        """Disconnect, and end the server."""
+        await self.connection.aclose()
+        await self.server.end()
+
 
 class TeacherPool:
     """Implements `ports.TeacherScorer` over servers of this run.
@@ -102,15 +107,13 @@ class TeacherPool:
 
     async def open(self) -> None:
         """Start all servers and connect."""
-        indices = range(self._num_servers)
-        self._places = list(await asyncio.gather(*(self._place(index) for index in indices)))
+        starts = (self._place(index) for index in range(self._num_servers))
+        self._places = await all_started(starts, lambda place: place.end())
 
     async def close(self) -> None:
         """Disconnect and end all servers."""
         places, self._places = self._places, []
-        for place in places:
-            await place.connection.aclose()
-        await asyncio.gather(*(place.server.end() for place in places))
+        await asyncio.gather(*(place.end() for place in places))
 
     @property
     def teacher_id(self) -> str:

@@ -23,7 +23,6 @@ from miniverl_dist.ports import (
     PublishReceipt,
     ScoredGroup,
     ScoredTrajectory,
-    WeightSnapshot,
 )
 from miniverl_dist.schemas.batch import FloatArray, SftBatch, TrainBatch, UpdateResult
 from miniverl_dist.schemas.messages import Message, ParsedCall, ParseStatus, ToolCall, ToolSchema
@@ -41,7 +40,6 @@ from miniverl_dist.schemas.trajectory import (
     Termination,
     Trajectory,
 )
-from miniverl_dist.schemas.weights import weights_checksum
 from miniverl_dist.tokens.byte_table import ByteTable
 
 Log = list[str]
@@ -363,10 +361,6 @@ class FakeStudents:
     async def logprobs(self, batch: TrainBatch) -> FloatArray:
         return np.zeros(len(batch.token_ids))
 
-    async def snapshot(self) -> WeightSnapshot:
-        tensors = {"w": np.frombuffer(self.digest.encode(), dtype=np.uint8)}
-        return WeightSnapshot(self.policy_version, tensors, weights_checksum(tensors))
-
     async def save(self, directory: Path) -> None:
         self.log.append("save")
         state = json.dumps({"digest": self.digest, "version": self.policy_version})
@@ -377,18 +371,22 @@ class FakeStudents:
         assert state["version"] == policy_version
         self.digest, self.policy_version = state["digest"], policy_version
 
+    async def rebuild(self) -> None:
+        self.log.append("rebuild")
+        self.digest, self.policy_version = "start", 0
+
 
 class FakeWeightStore:
     """`ports.WeightStore`: one engine that confirms everything."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
-        self.snapshots: list[WeightSnapshot] = []
+        self.versions: list[int] = []
 
-    async def publish(self, snapshot: WeightSnapshot) -> PublishReceipt:
-        self.log.append(f"publish {snapshot.policy_version}")
-        self.snapshots.append(snapshot)
-        return PublishReceipt(snapshot.policy_version, snapshot.checksum, ("engine-0",))
+    async def publish(self, policy_version: int) -> PublishReceipt:
+        self.log.append(f"publish {policy_version}")
+        self.versions.append(policy_version)
+        return PublishReceipt(policy_version, "0" * 64, ("engine-0",))
 
 
 class FakeCurriculum:

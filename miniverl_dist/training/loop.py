@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.errors import CheckpointError, DeadlineError, EmptyBatchError, StudentLostError
+from miniverl_dist.errors import CheckpointError, EmptyBatchError, StudentLostError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import CHECKPOINTS
 from miniverl_dist.ports import (
@@ -207,8 +207,8 @@ class Trainer:
         try:
             # Waits for every rank; they commit together or not at all.
             return await asyncio.wait_for(self._ports.students.update(batch), deadline)
-        except TimeoutError as error:
-            raise DeadlineError(
+        except TimeoutError as error:  # a rank hangs in a collective, where only its end helps
+            raise StudentLostError(
                 f"step {self._step}: the update took longer than {deadline} s (deadlines.update_s)"
             ) from error
 

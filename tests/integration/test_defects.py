@@ -150,14 +150,14 @@ async def test_peer_34_no_cached_prefix_outlives_a_publish() -> None:
     """
     prompt = random_ids(np.random.default_rng(3), 70)
     engine = ToyEngine(tiny_config(), VOCABULARY_IDS, "used")
-    store = DirectWeightStore([engine], deadline_s=10.0)
-    await store.publish(weights(1))
+    store = DirectWeightStore(weights, [engine], deadline_s=10.0)
+    await store.publish(1)
     first = await engine.generate(request(prompt))
     again = await engine.generate(request(prompt))
     assert again.meta_info.cached_tokens > 60, "the prefix cache is at work"
     assert told_by(again) == told_by(first)
 
-    await store.publish(weights(2))
+    await store.publish(2)
     behind = await engine.generate(request(prompt))
     fresh = ToyEngine(tiny_config(), VOCABULARY_IDS, "fresh")
     await fresh.load_weights(weights(2))

@@ -34,9 +34,7 @@ def test_nothing_is_said_where_everything_is_there() -> None:
 
 
 @pytest.mark.parametrize("runtime", ["single_actor", "cluster"])
-def test_ray_is_needed_only_where_actors_run(
-    runtime: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_is_needed_only_where_actors_run(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     fixture = ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml"
     require_local_packages(load_config(fixture).config)

@@ -20,7 +20,7 @@ from miniverl_dist.errors import (
     UpdateError,
 )
 from miniverl_dist.observability.run_dir import RecordFile
-from miniverl_dist.ports import Assignment, PublishReceipt, WeightSnapshot
+from miniverl_dist.ports import Assignment, PublishReceipt
 from miniverl_dist.schemas.batch import SftBatch, TrainBatch, UpdateResult
 from miniverl_dist.schemas.teacher import RefusalReason
 from miniverl_dist.schemas.trajectory import Termination, Trajectory
@@ -310,15 +310,20 @@ class TestFailures:
         world.students = students
         await world.trainer().run()
 
-    async def test_an_update_that_takes_too_long_is_a_deadline(self, tmp_path: Path) -> None:
+    async def test_an_update_that_takes_too_long_loses_the_student(self, tmp_path: Path) -> None:
         class Slow(FakeStudents):
             async def update(self, batch: TrainBatch) -> UpdateResult:
                 await asyncio.Event().wait()
                 raise AssertionError
 
+            async def rebuild(self) -> None:
+                raise UpdateError("too many rebuilds")
+
         world = World(tmp_path, run_config(deadlines={"update_s": 0.02}))
-        with pytest.raises(DeadlineError, match=r"step 0: the update took longer than 0\.02 s"):
+        with pytest.raises(UpdateError, match="too many rebuilds"):
             await self.run_with(world, Slow([]))
+        (lost,) = world.events("student_lost")
+        assert lost["reason"] == "step 0: the update took longer than 0.02 s (deadlines.update_s)"
 
     async def test_an_update_that_fails_arrives_as_itself(self, tmp_path: Path) -> None:
         class Failing(FakeStudents):
@@ -339,10 +344,10 @@ class TestFailures:
 
     async def test_a_publish_that_nobody_confirms_ends_the_run(self, tmp_path: Path) -> None:
         class Refusing(FakeWeightStore):
-            async def publish(self, snapshot: WeightSnapshot) -> PublishReceipt:
-                if snapshot.policy_version:
+            async def publish(self, policy_version: int) -> PublishReceipt:
+                if policy_version:
                     raise PublishError("no engine confirmed policy version 1")
-                return await super().publish(snapshot)
+                return await super().publish(policy_version)
 
         world = World(tmp_path)
         world.weights = Refusing(world.log)

@@ -58,9 +58,9 @@ class FragileStudents(FakeStudents):
 class FragileStore(FakeWeightStore):
     fuse: Fuse
 
-    async def publish(self, snapshot: WeightSnapshot) -> PublishReceipt:
+    async def publish(self, policy_version: int) -> PublishReceipt:
         self.fuse.reach("publish begins")
-        return await super().publish(snapshot)
+        return await super().publish(policy_version)
 
 
 class FragileCurriculum(FakeCurriculum):

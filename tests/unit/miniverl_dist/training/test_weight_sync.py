@@ -44,6 +44,7 @@ class FakeEngine:
 def store(*engines: FakeEngine, told: list[tuple[str, str]] | None = None) -> DirectWeightStore:
     notes = [] if told is None else told
     return DirectWeightStore(
+        snapshot,
         engines,
         deadline_s=0.03,
         on_quarantine=lambda engine, reason: notes.append((engine, reason)),
@@ -52,7 +53,7 @@ def store(*engines: FakeEngine, told: list[tuple[str, str]] | None = None) -> Di
 
 async def test_every_engine_confirms() -> None:
     engines = FakeEngine("a"), FakeEngine("b")
-    receipt = await store(*engines).publish(snapshot(3))
+    receipt = await store(*engines).publish(3)
     assert (receipt.policy_version, receipt.checksum) == (3, snapshot(3).checksum)
     assert (receipt.engines, receipt.quarantined) == (("a", "b"), ())
     assert [engine.weight_version for engine in engines] == [3, 3]
@@ -76,11 +77,11 @@ async def test_an_engine_that_does_not_confirm_leaves_the_rotation(
     told: list[tuple[str, str]] = []
     good = FakeEngine("good")
     weights = store(broken, good, told=told)
-    receipt = await weights.publish(snapshot(3))
+    receipt = await weights.publish(3)
     assert (receipt.engines, receipt.quarantined) == (("good",), ("bad",))
     assert [engine for engine, _ in told] == ["bad"]
     assert told[0][1].startswith(reason)
-    again = await weights.publish(snapshot(4))
+    again = await weights.publish(4)
     assert (again.engines, again.quarantined) == (("good",), ())
     assert (broken.loads, good.loads) == ([3], [3, 4])
 
@@ -90,7 +91,7 @@ async def test_no_engine_left_is_an_error_that_names_every_reason() -> None:
     with pytest.raises(
         PublishError, match="no engine confirmed policy version 3: version 4, expected 3; it died"
     ):
-        await weights.publish(snapshot(3))
+        await weights.publish(3)
 
 
 async def test_peer_31_engines_load_at_the_same_time() -> None:
@@ -102,5 +103,5 @@ async def test_peer_31_engines_load_at_the_same_time() -> None:
             await both.wait()
             return await super().load_weights(given)
 
-    receipt = await store(Meeting("a"), Meeting("b")).publish(snapshot(1))
+    receipt = await store(Meeting("a"), Meeting("b")).publish(1)
     assert receipt.engines == ("a", "b")
