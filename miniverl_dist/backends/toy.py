@@ -21,6 +21,7 @@ from torch import Tensor
 from miniverl_dist.backends.adamw import AdamW, learning_rate
 from miniverl_dist.backends.padding import Microbatch, cut_microbatches
 from miniverl_dist.backends.toy_model import ToyModel
+from miniverl_dist.backends.update_report import update_report
 from miniverl_dist.backends.weights_io import (
     TokenizerIdentity,
     ToyFolder,
@@ -40,7 +41,6 @@ from miniverl_dist.objective.policy_loss import (
     merge_metrics,
     policy_loss,
     reference_kl_penalty,
-    summarize,
 )
 from miniverl_dist.objective.reduction import Denominators
 from miniverl_dist.ports import WeightSnapshot
@@ -58,16 +58,6 @@ MAX_PADDED_TOKENS = 2048
 REFERENCE_FILE = "reference.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINER_FILE = "trainer.json"
-REPORTED = (
-    "clip_low_fraction",
-    "clip_high_fraction",
-    "dual_clip_fraction",
-    "ratio_max",
-    "entropy_mean",
-    "reference_kl_mean",
-    "mismatch_mean_abs",
-    "mismatch_capped_fraction",
-)
 ARCHITECTURE_FIELDS = ("num_layers", "hidden_size", "num_heads", "ffn_size")
 
 
@@ -162,7 +152,10 @@ class ToyBackend:
             ]
             self.policy_version += len(taken)
             self.num_updates += 1
-        metrics = _report(taken) | {"lr": lr, "seconds_update": time.perf_counter() - started_s}
+        metrics = update_report(taken) | {
+            "lr": lr,
+            "seconds_update": time.perf_counter() - started_s,
+        }
         return UpdateResult(self.policy_version, len(taken), metrics)
 
     def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
@@ -393,18 +386,3 @@ def _minibatches(batch: TrainBatch) -> dict[int, list[Microbatch]]:
         chosen = useful[batch.minibatch_ids[useful] == minibatch]
         steps[minibatch] = cut_microbatches(batch.sequence_starts, chosen, MAX_PADDED_TOKENS)
     return steps
-
-
-def _report(steps: Sequence[Metrics]) -> dict[str, float]:
-    """Metrics of an update: losses and norms per optimizer step, the rest per trained token.
-
-    The same fields under every loss: what a loss does not have (a dual clip, a mismatch cap, a
-    reference) is 0.
-    """
-    merged = merge_metrics(*steps)
-    summary = summarize(merged)
-    per_step = ("loss", "policy_loss", "kl_loss", "grad_norm")
-    report = {name: summary.get(name, 0.0) for name in (*REPORTED, *per_step)}
-    for name in per_step:
-        report[name] /= len(steps)
-    return report | {"num_loss_tokens": float(merged["num_tokens"])}

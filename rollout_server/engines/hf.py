@@ -107,6 +107,7 @@ class HFEngine:
         job = accept(
             request,
             self._vocabulary,
+            Job,
             max_context_tokens=self._max_context_tokens,
             engine=self.name,
             default_rid=f"{self.name}-{self._num_requests}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -83,15 +83,19 @@ class Job:
         return GenerateReply(meta_info=meta, output_ids=tuple(ids))
 
 
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
 def accept(
     request: GenerateRequest,
     vocabulary: AnyVocabulary,
+    kind: type[AnyJob],
     *,
     max_context_tokens: int,
     engine: str,
     default_rid: str,
-) -> Job:
-    """Check a request and turn it into a job; must be called inside the event loop.
+) -> AnyJob:
+    """Check a request and turn it into a job of this kind; to be called inside the event loop.
 
     Raises:
         GenerateApiError: parameters no sampler can follow, a wish for input logprobs, a prompt
@@ -116,7 +120,7 @@ def accept(
     except TokenizerMismatchError as error:
         raise GenerateApiError(f"engine {engine}: input_ids: {error}") from error
     is_stop = np.isin(vocabulary.ids, np.array(params.stop_token_ids, np.int64))
-    return Job(
+    return kind(
         rid=request.rid or default_rid,
         prompt=prompt,
         params=params,

@@ -10,10 +10,9 @@ the weights; company shows in ``cached_tokens`` and seconds alone.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -24,45 +23,27 @@ from miniverl_dist.config.roles import ToyModelConfig
 from miniverl_dist.errors import (
     CheckpointError,
     EngineError,
-    GenerateApiError,
     PublishError,
-    TokenizerMismatchError,
 )
 from miniverl_dist.generate_api.wire import (
-    FinishReason,
     GenerateReply,
     GenerateRequest,
-    MetaInfo,
-    SamplingParams,
-    WeightVersion,
 )
 from miniverl_dist.ports import WeightSnapshot
-from miniverl_dist.schemas.batch import FloatArray, IntArray
+from miniverl_dist.schemas.batch import IntArray
 from miniverl_dist.schemas.weights import weights_checksum
-from rollout_server.engines.sampling import check_sampling, sample, uniforms
+from rollout_server.engines.jobs import Job, accept
+from rollout_server.engines.sampling import sample
 from rollout_server.engines.slots import SlotTable
 
 
 @dataclass(eq=False)
-class _Job:
-    """A request on its way; all of it but ``slot`` and below is fixed at arrival."""
+class _Job(Job):
+    """A request and its place in the cache."""
 
-    rid: str
-    prompt: IntArray
-    """[P] vocabulary rows."""
-    params: SamplingParams
-    stop_rows: frozenset[int]
-    draws: FloatArray
-    """One per new token; their number is the limit on new tokens."""
-    return_logprob: bool
-    future: asyncio.Future[GenerateReply]
-    arrived_s: float
     slot: int = -1
     is_started: bool = False
     """False while it waits for a sibling to compute their shared prefix."""
-    cached_tokens: int = 0
-    output: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -151,35 +132,14 @@ class ToyEngine:
         return weights_checksum(self._model.arrays())
 
     def _job(self, request: GenerateRequest) -> _Job:
-        params, room = request.sampling_params, self._slots.tokens.shape[1] - len(request.input_ids)
-        check_sampling(params)
-        if request.logprob_start_len >= 0 or request.top_logprobs_num > 0:
-            raise GenerateApiError(
-                f"engine {self.name} returns logprobs of sampled tokens only, found "
-                f"logprob_start_len {request.logprob_start_len} and top_logprobs_num "
-                f"{request.top_logprobs_num}: score inputs with a teacher server"
-            )
-        if not request.input_ids or room < 1:
-            raise GenerateApiError(
-                f"a prompt of {len(request.input_ids)} tokens does not leave room for one new "
-                f"token: engine {self.name} takes 1 to {self._slots.tokens.shape[1] - 1} tokens "
-                f"(max_context_tokens {self._slots.tokens.shape[1]})"
-            )
-        try:
-            prompt = self._model.vocabulary.rows(request.input_ids)
-        except TokenizerMismatchError as error:
-            raise GenerateApiError(f"engine {self.name}: input_ids: {error}") from error
         self._num_requests += 1
-        stop_ids = np.isin(self._model.vocabulary.ids, np.array(params.stop_token_ids, np.int64))
-        return _Job(
-            rid=request.rid or f"{self.name}-{self._num_requests}",
-            prompt=prompt,
-            params=params,
-            stop_rows=frozenset(np.flatnonzero(stop_ids).tolist()),
-            draws=uniforms(params.sampling_seed, min(params.max_new_tokens, room)),
-            return_logprob=request.return_logprob,
-            future=asyncio.get_running_loop().create_future(),
-            arrived_s=time.perf_counter(),
+        return accept(
+            request,
+            self._model.vocabulary,
+            _Job,
+            max_context_tokens=self._slots.tokens.shape[1],
+            engine=self.name,
+            default_rid=f"{self.name}-{self._num_requests}",
         )
 
     @property
@@ -278,42 +238,18 @@ class ToyEngine:
         return np.array(slots, dtype=np.int64), np.array(positions, dtype=np.int64)
 
     def _take_token(self, job: _Job, token: int, logprob: float) -> None:
-        job.output.append(token)
-        job.logprobs.append(logprob)
-        if token in job.stop_rows:
-            self._finish(job, "stop")
-        elif len(job.output) == len(job.draws):
-            self._finish(job, "length")
-        else:
+        end = job.take(token, logprob)
+        if end is None:
             self._slots.append(job.slot, token)
+        else:
+            self._finish(job, end)
 
     def _finish(
         self, job: _Job, kind: Literal["stop", "length", "abort"], message: str | None = None
     ) -> None:
-        ids = self._model.vocabulary.ids[np.array(job.output, dtype=np.int64)].tolist()
-        version = str(self.weight_version)
-        meta = MetaInfo(
-            id=job.rid,
-            finish_reason=FinishReason(
-                type=kind,
-                length=len(ids) if kind == "length" else None,
-                matched=ids[-1] if kind == "stop" else None,
-                message=message,
-            ),
-            prompt_tokens=len(job.prompt),
-            completion_tokens=len(ids),
-            cached_tokens=job.cached_tokens,
-            weight_version=version,
-            weight_versions=(WeightVersion(version, 0, len(ids)),) if ids else (),
-            output_token_logprobs=tuple(
-                (logprob, token, None) for logprob, token in zip(job.logprobs, ids, strict=True)
-            )
-            if job.return_logprob
-            else None,
-            e2e_latency=time.perf_counter() - job.arrived_s,
-        )
         if not job.future.done():
-            job.future.set_result(GenerateReply(meta_info=meta, output_ids=tuple(ids)))
+            reply = job.reply(kind, self._model.vocabulary, self.weight_version, message)
+            job.future.set_result(reply)
         self._forget(job)
 
     def _forget(self, job: _Job) -> None:

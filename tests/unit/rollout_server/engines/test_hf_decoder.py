@@ -24,7 +24,12 @@ each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 def jobs(*lengths: int) -> list[Job]:
     return [
         accept(
-            request(prompt), VOCABULARY, max_context_tokens=150, engine="e", default_rid=str(index)
+            request(prompt),
+            VOCABULARY,
+            Job,
+            max_context_tokens=150,
+            engine="e",
+            default_rid=str(index),
         )
         for index, prompt in enumerate(hf_prompts(0, lengths))
     ]

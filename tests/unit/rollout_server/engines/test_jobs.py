@@ -18,7 +18,12 @@ VOCABULARY = Vocabulary([100, 105, 110, 120])
 
 def job(wanted: GenerateRequest, max_context_tokens: int = 10) -> Job:
     return accept(
-        wanted, VOCABULARY, max_context_tokens=max_context_tokens, engine="mine", default_rid="r1"
+        wanted,
+        VOCABULARY,
+        Job,
+        max_context_tokens=max_context_tokens,
+        engine="mine",
+        default_rid="r1",
     )
 
 
