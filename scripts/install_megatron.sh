@@ -5,6 +5,12 @@ set -eu
 python="${PYTHON:-python}"
 here="$(cd "$(dirname "$0")" && pwd)"
 
+# triton has wheels for nothing else.
+if [ "$(uname -s) $(uname -m)" != "Linux x86_64" ]; then
+    echo "megatron-core: skipped, it needs Linux on x86-64 (found $(uname -s) $(uname -m))"
+    exit 0
+fi
+
 "$python" -m pip install --no-deps --ignore-requires-python -r "$here/lock/megatron.txt"
 # A module of megatron imports triton. CUDA builds of torch pin one of their own: that one stays.
 if ! "$python" -c 'import triton' 2>/dev/null; then

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miniverl_dist.schemas.batch import IntArray
+from miniverl_dist.schemas.batch import BoolArray, IntArray
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Microbatch:
     def is_padding(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
         """[b, L] True behind a sequence's end."""
         return np.arange(self.packed.shape[1]) >= self.lengths[:, None]
+
+
+def sequences_with_targets(sequence_starts: IntArray, mask: BoolArray) -> IntArray:
+    """Sequences that have a token on the mask: those that are worth computing."""
+    return np.flatnonzero(np.add.reduceat(mask.astype(np.int64), sequence_starts[:-1]))
 
 
 def cut_microbatches(

@@ -19,7 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miniverl_dist.backends.adamw import AdamW, learning_rate
-from miniverl_dist.backends.padding import Microbatch, cut_microbatches
+from miniverl_dist.backends.padding import (
+    Microbatch,
+    cut_microbatches,
+    sequences_with_targets,
+)
 from miniverl_dist.backends.toy_model import ToyModel
 from miniverl_dist.backends.update_report import update_report
 from miniverl_dist.backends.weights_io import (
@@ -164,7 +168,7 @@ class ToyBackend:
         num_tokens = int(batch.loss_mask.sum())
         if num_tokens == 0:
             raise BatchError("a supervised batch without a token to learn from")
-        chosen = _with_loss_tokens(batch.sequence_starts, batch.loss_mask)
+        chosen = sequences_with_targets(batch.sequence_starts, batch.loss_mask)
         with self._all_or_nothing():
             total = 0.0
             for part in cut_microbatches(batch.sequence_starts, chosen, MAX_PADDED_TOKENS):
@@ -373,14 +377,9 @@ class ToyBackend:
             raise
 
 
-def _with_loss_tokens(sequence_starts: IntArray, loss_mask: BoolArray) -> IntArray:
-    """Sequences that have a token to learn from."""
-    return np.flatnonzero(np.add.reduceat(loss_mask.astype(np.int64), sequence_starts[:-1]))
-
-
 def _minibatches(batch: TrainBatch) -> dict[int, list[Microbatch]]:
     """Microbatches of each optimizer step; a step without a token to train on is left out."""
-    useful = _with_loss_tokens(batch.sequence_starts, batch.loss_mask)
+    useful = sequences_with_targets(batch.sequence_starts, batch.loss_mask)
     steps = {}
     for minibatch in np.unique(batch.minibatch_ids[useful]).tolist():
         chosen = useful[batch.minibatch_ids[useful] == minibatch]

@@ -128,7 +128,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         chunk_size: int,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        chunk = _LogitChunk(weight, min(chunk_size, len(targets)), temperature)
+        chunk = LogitChunk(weight, min(chunk_size, len(targets)), temperature)
         chosen = torch.empty(len(targets), dtype=chunk.logits.dtype, device=hidden.device)
         entropy = torch.empty_like(chosen)
         for start in range(0, len(targets), chunk_size):
@@ -152,7 +152,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         used = grad_logprobs.nonzero().squeeze(-1)
-        chunk = _LogitChunk(weight, min(ctx.chunk_size, len(used)), ctx.temperature)
+        chunk = LogitChunk(weight, min(ctx.chunk_size, len(used)), ctx.temperature)
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=chunk.logits.dtype) if needs_weight else None
         for part in torch.split(used, ctx.chunk_size):
@@ -167,13 +167,13 @@ class _SelectedLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = torch.mm(slopes, weight).mul_(factor)
             if grad_weight is not None:
-                _add_product(grad_weight, slopes, states * factor.to(states.dtype))
+                add_product(grad_weight, slopes, states * factor.to(states.dtype))
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None
 
 
-class _LogitChunk:
+class LogitChunk:
     """Memory for the logits of one chunk, used again for every chunk.
 
     Fresh pages for each chunk would cost more time than the softmax. Below float32 the products
@@ -228,7 +228,7 @@ def _normalise(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak, log_total, entropy
 
 
-def _add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
+def add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
     """``total += slopes.T @ states``; sums over chunks in float32 at least."""
     if total.dtype == states.dtype:
         total.addmm_(slopes.T, states)

@@ -7,6 +7,7 @@ megatron's groups anew among the same processes.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -58,6 +59,9 @@ def free_port() -> int:
 
 def _child(rank: Rank, sender: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    # What of the parent's process groups is still alive must not be taken down here: their threads
+    # were not forked, and waiting for them ends the process.
+    gc.freeze()
     try:
         result: tuple[bool, Any] = (True, fn(rank, *args))
     except BaseException:  # noqa: BLE001 - whatever it is, the parent shows it
@@ -77,6 +81,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
     Raises:
         RankFailedError: at least one rank failed; the others have been killed.
     """
+    gc.collect()  # Process groups that this process has left go where their threads are.
     context = multiprocessing.get_context("fork")
     port, deadline = free_port(), time.monotonic() + timeout_s
     pending: dict[Connection, int] = {}

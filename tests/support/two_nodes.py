@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, for the length of a block; nothing else is touched."""
+"""A Ray cluster of two nodes on this machine, for the length of a block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def two_nodes() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     # Unix sockets lie below: a longer path would not fit.
-    temp = tempfile.mkdtemp(prefix="mvr-", dir="/tmp")  # noqa: S108
+    temp = tempfile.mkdtemp(prefix="mvr-", dir="/tmp")
     (Path(temp) / "ray").mkdir()
     node = {"num_cpus": CPUS_PER_NODE, "object_store_memory": 150 * 2**20}
     with pytest.MonkeyPatch.context() as patch:

@@ -25,15 +25,14 @@ from torch import Tensor
 from miniverl_dist.backends.adamw import learning_rate
 from miniverl_dist.backends.megatron import device
 from miniverl_dist.backends.megatron.architecture import Architecture
-from miniverl_dist.backends.megatron.data import (
-    RankMicrobatch,
-    rank_microbatches,
-    sequences_with_targets,
-)
+from miniverl_dist.backends.megatron.arrays import as_numpy, reader
+from miniverl_dist.backends.megatron.data import RankMicrobatch, rank_microbatches
 from miniverl_dist.backends.megatron.optimizer_state import OptimizerState
 from miniverl_dist.backends.megatron.reference import FrozenWeights
 from miniverl_dist.backends.megatron.setup import build_model, build_optimizer
 from miniverl_dist.backends.megatron.step import (
+    LossFunction,
+    Scored,
     agreed_step,
     packed_logprobs,
     rank_layout,
@@ -41,7 +40,13 @@ from miniverl_dist.backends.megatron.step import (
     train_microbatches,
 )
 from miniverl_dist.backends.megatron.student_folder import Counters, StudentFolder
-from miniverl_dist.backends.megatron.weights import HFFolder, export, load_hf
+from miniverl_dist.backends.megatron.weights import (
+    HFFolder,
+    export,
+    is_stage_sender,
+    load_hf,
+)
+from miniverl_dist.backends.padding import sequences_with_targets
 from miniverl_dist.backends.update_report import update_report
 from miniverl_dist.backends.vocabulary import AnyVocabulary
 from miniverl_dist.backends.weights_io import TokenizerIdentity
@@ -49,7 +54,6 @@ from miniverl_dist.config.recipe import LossConfig, OptimConfig
 from miniverl_dist.config.roles import MegatronModelConfig
 from miniverl_dist.errors import (
     BatchError,
-    CheckpointError,
     ConfigError,
     MiniverlError,
     StudentLostError,
@@ -126,18 +130,14 @@ class MegatronBackend:
         timeout_s: float = 600.0,
     ) -> None:
         _check(model, arch, vocabulary, loss)
-        device.init_ranks(rank, world_size, master_addr, master_port, model.parallel, timeout_s)
+        self._config = model
+        self._join(rank, world_size, master_addr, master_port, timeout_s)
         self.policy_version = 0
         self.num_updates = 0
         """Batches trained on; the learning rate follows it."""
         self.model = build_model(arch, model, seed=seed)
-        # Microbatches differ in shape, so stages tell each other what they send (see data.py).
-        self.model.config.variable_seq_lengths = model.parallel.pipeline > 1
         load_hf(self.model, HFFolder(hf_folder).read)
-        self.optimizer = build_optimizer(
-            self.model, optim, distributed=model.distributed_optimizer
-        )
-        self._config = model
+        self.optimizer = build_optimizer(self.model, optim, distributed=model.distributed_optimizer)
         self._vocabulary = vocabulary
         self._loss = loss
         self._optim = optim
@@ -148,6 +148,11 @@ class MegatronBackend:
         self._reference = FrozenWeights(self.model.module) if loss.kl_coef > 0 else None
         self._folder = StudentFolder(self.model, model, tokenizer)
         self._lost = ""
+
+    @property
+    def sends_weights(self) -> bool:
+        """See ``StudentBackend``: one rank of each pipeline stage does."""
+        return is_stage_sender()
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """See ``StudentBackend``."""
@@ -218,7 +223,7 @@ class MegatronBackend:
         """See ``StudentBackend``; every rank gets all weights, so it is for small students."""
         tensors: dict[str, NDArray[Any]] = {}
         for bucket in self.export(self.SNAPSHOT_BUCKET_BYTES):
-            arrays = {name: _as_numpy(tensor).copy() for name, tensor in bucket.items()}
+            arrays = {name: as_numpy(tensor).copy() for name, tensor in bucket.items()}
             found: list[dict[str, NDArray[Any]]] = [arrays]
             if dist.get_world_size() > 1:
                 found = [{} for _ in range(dist.get_world_size())]
@@ -235,7 +240,7 @@ class MegatronBackend:
     def load_weights(self, tensors: NamedArrays) -> None:
         """See ``StudentBackend``."""
         self._require_whole()
-        load_hf(self.model, _reader(tensors))
+        load_hf(self.model, reader(tensors))
         self.optimizer.reload_model_params()
 
     def save(self, directory: Path) -> None:
@@ -259,6 +264,13 @@ class MegatronBackend:
 
     SNAPSHOT_BUCKET_BYTES = 64 * 1024 * 1024
 
+    def _join(
+        self, rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float
+    ) -> None:
+        """Meet the other ranks and make the groups."""
+        parallel = self._config.parallel
+        device.init_ranks(rank, world_size, master_addr, master_port, parallel, timeout_s)
+
     def _cut(
         self, batch: TrainBatch | SftBatch, rows: IntArray, mask: BoolArray, sequences: IntArray
     ) -> list[RankMicrobatch]:
@@ -272,7 +284,7 @@ class MegatronBackend:
         budget = self._config.max_microbatch_tokens
         return rank_microbatches(rows, starts, mask, sequences, self._layout, budget)
 
-    def _score(self, part: RankMicrobatch, hidden: Tensor, *, temperature: float) -> Any:
+    def _score(self, part: RankMicrobatch, hidden: Tensor, *, temperature: float) -> Scored:
         chunk_size = self._loss.chunk_size
         return score(self.model, part, hidden, chunk_size=chunk_size, temperature=temperature)
 
@@ -337,7 +349,7 @@ class MegatronBackend:
 
         return self._step(parts, loss_function, lr)
 
-    def _step(self, parts: list[RankMicrobatch], loss_function: Any, lr: float) -> Metrics:
+    def _step(self, parts: list[RankMicrobatch], loss_function: LossFunction, lr: float) -> Metrics:
         """Gradients, agreement of all ranks that they are finite, and the optimizer step.
 
         Raises:
@@ -400,27 +412,3 @@ def _check(
             "loss.kind: gspo_token needs each sequence on one rank, but "
             f"student.model.parallel.context is {model.parallel.context}: use 1, or another loss"
         )
-
-
-def _as_numpy(tensor: Any) -> NDArray[Any]:  # noqa: ANN401 -- numpy array or tensor, see export
-    if not isinstance(tensor, Tensor):
-        return np.asarray(tensor)
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.cpu().numpy()
-
-
-def _reader(tensors: NamedArrays) -> Any:
-    """Tensors by name, as a folder would give them."""
-
-    def read(name: str) -> Tensor:
-        if name not in tensors:
-            raise CheckpointError(f"weights lack {name!r}, which this decoder has")
-        array = tensors[name]
-        if array.dtype.name == "bfloat16":
-            return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-        return torch.from_numpy(array)
-
-    return read

@@ -6,13 +6,12 @@ layout reads what another has written: also with other expert groups, where mega
 for optimizer state cannot (it numbers the optimizers that it chains, and their number depends on
 the layout).
 
-No code in a load path: torch_dist keeps the index of a folder as a pickle, so it is first read by
-an unpickler that knows the classes of an index and nothing else.
+No code in a load path: the index of a folder, which torch unpickles, is checked before (see
+``index_check``), and tensors are read with ``weights_only``.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,8 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -34,27 +32,16 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
+from miniverl_dist.backends.megatron.index_check import check_index
 from miniverl_dist.backends.weights_io import make_directory
 from miniverl_dist.errors import CheckpointError
 
 INDEX_FILE = ".metadata"
 COMPLETE_FILE = "metadata.json"
-INDEX_MODULES = (
-    "torch.distributed.checkpoint.",
-    "torch.distributed._shard.",
-    "megatron.core.dist_checkpointing.",
-)
-INDEX_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch._utils", "_rebuild_device"),
-    ("torch", "device"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "Path"),
-}
 _FAILURES = (
     CheckpointingException,
     CheckpointException,
@@ -63,13 +50,10 @@ _FAILURES = (
     KeyError,
     ValueError,
     RuntimeError,
-    pickle.UnpicklingError,
 )
 
 
-def save_parameters(
-    module: torch.nn.Module, values: Mapping[str, Tensor], directory: Path
-) -> None:
+def save_parameters(module: torch.nn.Module, values: Mapping[str, Tensor], directory: Path) -> None:
     """Write one tensor per parameter of the whole model; all ranks together.
 
     Args:
@@ -134,6 +118,13 @@ def agreed_failures(what: str) -> Iterator[None]:
             raise CheckpointError(found if len(problems) == 1 else f"rank {rank}: {found}")
 
 
+class _NamelessWriter(FileSystemWriter):
+    """Leaves the folder's own path and a random id out of the index: equal states, equal bytes."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
 class _InThisProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Writes with torch's own writer, in threads of this process.
 
@@ -145,9 +136,9 @@ class _InThisProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        dcp.save(
+        save_state_dict(
             mcore_to_pyt_state_dict(renamed, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+            storage_writer=_NamelessWriter(checkpoint_dir),
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=False,
                 flatten_state_dict=False,
@@ -182,16 +173,4 @@ def _check_folder(directory: Path) -> None:
         raise CheckpointError(
             f"{directory.name} has no {COMPLETE_FILE}: it was not written to its end"
         )
-    with (directory / INDEX_FILE).open("rb") as file:
-        _IndexUnpickler(file).load()
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads the index of a torch_dist folder, and refuses everything else."""
-
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 -- as in pickle
-        if (module, name) in INDEX_NAMES or module.startswith(INDEX_MODULES):
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"{INDEX_FILE} names {module}.{name}, which no index holds: the file was tampered with"
-        )
+    check_index(directory / INDEX_FILE)

@@ -19,7 +19,6 @@ Shapes: N packed tokens, b sequences of a microbatch, L padded length, C columns
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +78,6 @@ class RankMicrobatch:
         return len(self.targets)
 
 
-def sequences_with_targets(sequence_starts: IntArray, mask: BoolArray) -> IntArray:
-    """Sequences that have a token on the mask."""
-    return np.flatnonzero(np.add.reduceat(mask.astype(np.int64), sequence_starts[:-1]))
-
-
 def rank_microbatches(
     rows: IntArray,
     sequence_starts: IntArray,
@@ -108,11 +102,6 @@ def rank_microbatches(
     wanted = max(len(cut) for cut in cuts)
     mine = [_on_rank(rows, mask, part, layout) for part in cuts[layout.data_rank]]
     return mine + [_dummy(layout)] * (wanted - len(mine))
-
-
-def num_microbatch_columns(parts: Iterable[RankMicrobatch]) -> int:
-    """Padded tokens that this rank computes over its microbatches."""
-    return sum(part.token_rows.size for part in parts)
 
 
 def _deal(lengths: IntArray, sequences: IntArray, num_shares: int) -> list[IntArray]:

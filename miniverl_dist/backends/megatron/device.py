@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from miniverl_dist.backends.megatron import cpu_compat
 from miniverl_dist.config.cluster import ParallelConfig
@@ -110,6 +111,9 @@ def init_ranks(
 def shutdown_ranks() -> None:
     """Leave all groups; afterwards ``init_ranks`` can be called again. No collective."""
     parallel_state.destroy_model_parallel()
+    # Megatron caches rotary tables by module and group, for the process's life: the groups would
+    # outlive this call, and in a process forked later their end is a crash.
+    RotaryEmbedding.forward.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -25,17 +25,17 @@ from torch.autograd.function import once_differentiable
 
 from miniverl_dist.errors import BatchError
 from miniverl_dist.objective.logprobs import (
-    _add_product as add_product,
+    LogitChunk as LogitChunk,
 )
 from miniverl_dist.objective.logprobs import (
-    _LogitChunk as LogitChunk,
+    add_product as add_product,
 )
 from miniverl_dist.objective.logprobs import (
     selected_logprobs_with_entropy,
 )
 
 
-def vocab_parallel_logprobs(  # noqa: PLR0913 -- what selected_logprobs takes, and where the slice lies
+def vocab_parallel_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -67,7 +67,8 @@ def vocab_parallel_logprobs(  # noqa: PLR0913 -- what selected_logprobs takes, a
         return selected_logprobs_with_entropy(
             hidden, weight, targets, chunk_size, temperature=temperature
         )
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
+    rows, width = hidden.shape[:1], hidden.shape[1:]
+    if hidden.dim() != 2 or targets.shape != rows or weight.shape[1:] != width:
         raise BatchError(
             f"expected hidden [N, H], weight [v, H] and targets [N], found {list(hidden.shape)}, "
             f"{list(weight.shape)} and {list(targets.shape)}"
@@ -87,7 +88,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     """``objective.logprobs._SelectedLogprobs`` over a split vocabulary."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 -- torch passes tensors and settings in one list
+    def forward(
         ctx: Any,  # noqa: ANN401 -- torch types its context so
         hidden: Tensor,
         weight: Tensor,
@@ -141,8 +142,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _normalise(logits: Tensor, local_targets: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[4, n] target logit, peak, log of the total of ``exp(logit - peak)``, and entropy of every
-    row over all slices; destroys the logits."""
+    """[4, n] target logit, peak, log of the total of ``exp(logit - peak)``, entropy.
+
+    Each over all slices; destroys the logits. The logit of a target outside this slice counts as 0.
+    """
     inside, columns = _own_targets(logits, local_targets)
     chosen = logits.new_zeros(len(logits))
     chosen[inside] = logits[inside, columns]

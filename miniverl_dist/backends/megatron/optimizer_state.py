@@ -125,7 +125,7 @@ class OptimizerState:
             if isinstance(part, DistributedOptimizer):
                 for parameter, (group, order) in part.model_param_group_index_map.items():
                     master = part.optimizer.param_groups[group]["params"][order]
-                    mine = part._get_model_param_range_map(parameter)["param"]  # noqa: SLF001
+                    mine = part._get_model_param_range_map(parameter)["param"]
                     owners[parameter] = part.optimizer, master, slice(mine.start, mine.end)
             else:
                 for parameter in self._stepped_by(part):
@@ -144,6 +144,9 @@ class OptimizerState:
 
 def data_parallel_group(parameter: Tensor) -> dist.ProcessGroup:
     """Ranks that hold the same parameter and see other data (CP counts: it splits the data)."""
-    if getattr(parameter, "allreduce", True):
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
+    group: dist.ProcessGroup = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if getattr(parameter, "allreduce", True)
+        else parallel_state.get_expert_data_parallel_group()
+    )
+    return group

@@ -42,6 +42,9 @@ def transformer_config(arch: Architecture, model: MegatronModelConfig) -> Transf
     dtype = DTYPES[model.dtype]
     return TransformerConfig(
         num_layers=arch.num_layers,
+        # Microbatches differ in shape, so stages tell each other what they send (see data.py).
+        variable_seq_lengths=model.parallel.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # the other one refuses that, in dense models too
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
         num_query_groups=arch.num_kv_heads,
@@ -111,7 +114,6 @@ def _experts(arch: Architecture) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
     }
     if experts.shared_ffn_size:

@@ -130,7 +130,7 @@ def packed_logprobs(
 ) -> FloatArray:
     """[N] nats of all ranks' predictions, on every rank; 0 where nothing is predicted."""
 
-    def scored(part: RankMicrobatch, hidden: Tensor, *, non_loss_data: bool) -> Any:  # noqa: ANN401, ARG001
+    def scored(part: RankMicrobatch, hidden: Tensor, *, non_loss_data: bool) -> Any:  # noqa: ANN401 -- megatron passes it through
         logprobs = score(model, part, hidden, chunk_size=chunk_size, temperature=temperature)[0]
         return part.packed, logprobs.double().cpu().numpy()
 

@@ -101,7 +101,9 @@ class StudentFolder:
             CheckpointError: broken, of another architecture, or of another policy version.
             TokenizerMismatchError: trained on another tokenizer's ids.
         """
-        found = read_json(directory / STUDENT_FILE)
+        found: Any = None
+        with agreed_failures(f"cannot read {STUDENT_FILE}"):
+            found = read_json(directory / STUDENT_FILE)
         counters = self._checked(found, policy_version)
         weights = self._read(directory / WEIGHTS)
         frozen = self._read(directory / REFERENCE) if reference is not None else None
@@ -136,8 +138,8 @@ class StudentFolder:
             )
             if not all(type(value) is int for value in asdict(counters).values()):
                 raise TypeError("a counter is no integer")  # noqa: TRY301 -- one error for all
-            architecture, dtype = found["architecture"], found["dtype"]
-        except (KeyError, TypeError) as error:
+            architecture, dtype = dict(found["architecture"]), found["dtype"]
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{STUDENT_FILE} is malformed: {error}") from error
         if tokenizer.fingerprint != self._tokenizer.fingerprint:
             raise TokenizerMismatchError(

@@ -10,7 +10,7 @@ import pytest
 
 from miniverl_dist.errors import ChecksumError
 from miniverl_dist.observability.run_dir import RecordFile
-from miniverl_dist.ports import PublishReceipt, WeightSnapshot
+from miniverl_dist.ports import PublishReceipt
 from miniverl_dist.schemas.batch import TrainBatch, UpdateResult
 from miniverl_dist.training.checkpoint import list_checkpoints, verify
 from tests.fake_world import World

@@ -37,6 +37,9 @@ def test_a_foreign_name_is_found_under_every_protocol(tmp_path: Path, protocol: 
 def test_known_names_pass(tmp_path: Path) -> None:
     value = [torch.Size([2, 3]), torch.float32, torch.float32, torch.bfloat16, ("torch", "Size")]
     check_index(written(tmp_path / ".metadata", pickle.dumps(value)))
+    # The same place of the memo twice: what counts is what was put there last.
+    twice = b"\x80\x04\x8c\x02osq\x00\x8c\x05torchq\x000h\x00\x8c\x04Size\x93."
+    check_index(written(tmp_path / ".metadata", twice))
 
 
 @pytest.mark.parametrize(

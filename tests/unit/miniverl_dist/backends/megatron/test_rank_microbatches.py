@@ -13,8 +13,8 @@ from miniverl_dist.backends.megatron.data import (
     RankLayout,
     RankMicrobatch,
     rank_microbatches,
-    sequences_with_targets,
 )
+from miniverl_dist.backends.padding import sequences_with_targets
 from miniverl_dist.schemas.batch import BoolArray, IntArray
 
 
