@@ -69,8 +69,11 @@ def _child(rank: Rank, sender: Connection, fn: Callable[..., Any], args: tuple[A
     # Pickled here: torch's own pickling would hand over descriptors that die with this process.
     sender.send_bytes(pickle.dumps(result))
     sender.close()
+    # Killed by the parent when all ranks have spoken: rank 0 holds the store that the others may
+    # still be asking.
+    time.sleep(rank.timeout_s)
     # Nothing of the parent's (pytest's handlers, open files) may run at exit.
-    os._exit(0 if result[0] else 1)
+    os._exit(1)
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -98,10 +101,8 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
         return _collect(pending, deadline, timeout_s)
     finally:
         for process in processes:
-            if process.exitcode is None:
-                process.join(0.5)
-            if process.exitcode is None:
-                process.kill()
+            process.kill()
+        for process in processes:
             process.join()
 
 
