@@ -76,7 +76,9 @@ def _child(rank: Rank, sender: Connection, fn: Callable[..., Any], args: tuple[A
     os._exit(1)
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 240.0
+) -> list[Any]:
     """Run ``fn(Rank, *args)`` in ``world`` processes and collect what it returns.
 
     Results should be plain values or numpy arrays. Functions and arguments are not pickled.

@@ -28,9 +28,9 @@ def written(path: Path, data: bytes) -> Path:
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
 def test_a_foreign_name_is_found_under_every_protocol(tmp_path: Path, protocol: int) -> None:
-    value = [torch.Size([2, 3]), "text", {"nested": _Calls(print)}]
+    value = [torch.Size([2, 3]), "text", {"nested": _Calls(len)}]
     path = written(tmp_path / ".metadata", pickle.dumps(value, protocol))
-    with pytest.raises(CheckpointError, match=r"names (__builtin__|builtins)\.print"):
+    with pytest.raises(CheckpointError, match=r"names (__builtin__|builtins)\.len"):
         check_index(path)
 
 

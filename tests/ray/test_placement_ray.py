@@ -1,11 +1,9 @@
-"""Placement against a real Ray of this machine."""
+"""Placement against a real Ray of two nodes."""
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,15 @@ from actors.placement_plan import Bundle, GroupPlan
 from miniverl_dist.config.load import load_config
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import PlacementError
+from tests.support.requirements import require_ray
 
-ROOT = Path(__file__).resolve().parents[3]
+require_ray()
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "cluster.student.cpus_per_rank=0.25",
+    "cluster.student.cpus_per_rank=0.5",
     "cluster.rollout.num_actors=2",
-    "cluster.rollout.cpus_per_actor=0.25",
-    "cluster.teacher.cpus_per_actor=0.25",
+    "cluster.rollout.cpus_per_actor=0.5",
+    "cluster.teacher.cpus_per_actor=0.5",
 )
 
 
@@ -30,32 +30,18 @@ def config(*overrides: str) -> RunConfig:
     return load_config(recipe, ["runtime=cluster", *SMALL, *overrides]).config
 
 
-@pytest.fixture(scope="module")
-def real_cluster() -> Iterator[RayCluster]:
-    from tests.support.requirements import require_ray
-
-    require_ray()
-    import ray
-
-    with tempfile.TemporaryDirectory(prefix="pl", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            num_cpus=2,
-            num_gpus=0,
-            object_store_memory=80 * 2**20,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
-        yield RayCluster()
-        ray.shutdown()
+@pytest.fixture
+def real_cluster(shared_cluster: str) -> RayCluster:
+    """Two nodes of 2 CPUs; nothing of another test is reserved any more."""
+    del shared_cluster
+    return RayCluster()
 
 
 async def free_cpus(cluster: RayCluster, expected: float) -> float:
     """Ray's report comes a little late."""
     cpus = -1.0
     for _ in range(200):
-        ((cpus, _gpus),) = cluster.free().values()
+        cpus = sum(free for free, _gpus in cluster.free().values())
         if cpus == expected:
             break
         await asyncio.sleep(0.05)
@@ -71,7 +57,7 @@ class TestRealRay:
         assert time.monotonic() - start < 5
         lines = str(caught.value).splitlines()
         assert lines[0] == "infeasible placement: 16 of 18 bundles have no node"
-        assert "  rollout  16 x (0.25 CPU, 1 GPU)  1 actor(s) each  wherever they fit" in lines
+        assert "  rollout  16 x (0.5 CPU, 1 GPU)  1 actor(s) each  wherever they fit" in lines
         assert any("2 CPU, 0 GPU" in line and "takes student 0" in line for line in lines)
 
     async def test_actors_run_in_what_was_granted_and_removal_frees_it(
@@ -89,19 +75,19 @@ class TestRealRay:
             )
             await second.close()
             await second.close()
-            assert await free_cpus(real_cluster, 1.0) == 1.0
-        assert await free_cpus(real_cluster, 2.0) == 2.0
+            assert await free_cpus(real_cluster, 2.0) == 2.0
+        assert await free_cpus(real_cluster, 4.0) == 4.0
 
     async def test_a_third_run_waits_and_leaves_nothing(self, real_cluster: RayCluster) -> None:
-        full = config("cluster.student.cpus_per_rank=1.25")
+        full = config("cluster.student.cpus_per_rank=2.0")
         async with await place(full, "first"):
-            await free_cpus(real_cluster, 0.0)
+            assert await free_cpus(real_cluster, 0.5) == 0.5
             late = full.model_copy(
                 update={"cluster": full.cluster.model_copy(update={"start_deadline_s": 0.5})}
             )
             with pytest.raises(PlacementError, match=r"not free within 0\.5 s"):
                 await place(late, "second")
-        assert await free_cpus(real_cluster, 2.0) == 2.0
+        assert await free_cpus(real_cluster, 4.0) == 4.0
 
     def test_ray_errors_become_ours(self, real_cluster: RayCluster) -> None:
         g = GroupPlan(Role.STUDENT, 1, 1, Bundle(0.5, 0))
