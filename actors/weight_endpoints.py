@@ -13,28 +13,8 @@ from typing import Any
 
 from actors.outbox import GroupAddress
 from actors.ray_calls import remote
-from miniverl_dist.errors import EngineLostError, MiniverlError, StudentLostError
+from miniverl_dist.errors import EngineLostError, StudentLostError
 from rollout_server.inbox import BucketMessage
-
-DEFECTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
-async def _ask(call: Awaitable[Any], who: str, lost: type[MiniverlError]) -> Any:  # noqa: ANN401
-    """An actor's answer; a defect of its own code, which raises anything, counts as its loss."""
-    try:
-        return await remote(call, who, lost)
-    except DEFECTS as error:
-        raise lost(f"{who} failed: {type(error).__name__}: {error}") from error
 
 
 class RayRank:
@@ -72,8 +52,8 @@ class RayRank:
         """See ``RemoteRank``."""
         await self._ask(self._handle.connect_broadcast.remote(address))
 
-    async def _ask(self, call: Awaitable[Any]) -> Any:  # noqa: ANN401 - see _ask
-        return await _ask(call, self._name, StudentLostError)
+    async def _ask(self, call: Awaitable[Any]) -> Any:  # noqa: ANN401 - any result
+        return await remote(call, self._name, StudentLostError)
 
 
 class RayEngine:
@@ -107,5 +87,5 @@ class RayEngine:
         """See ``RemoteEngine``."""
         await self._ask(self._handle.connect_broadcast.remote(address))
 
-    async def _ask(self, call: Awaitable[Any]) -> Any:  # noqa: ANN401 - see _ask
-        return await _ask(call, self.name, EngineLostError)
+    async def _ask(self, call: Awaitable[Any]) -> Any:  # noqa: ANN401 - any result
+        return await remote(call, self.name, EngineLostError)

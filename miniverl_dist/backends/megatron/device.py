@@ -111,9 +111,13 @@ def init_ranks(
 def shutdown_ranks() -> None:
     """Leave all groups; afterwards ``init_ranks`` can be called again. No collective."""
     parallel_state.destroy_model_parallel()
-    # Megatron caches rotary tables by module and group, for the process's life: the groups would
-    # outlive this call, and in a process forked later their end is a crash.
+    # What megatron keeps for the process's life would let groups outlive this call, and in a
+    # process forked later their end is a crash or a hang: rotary tables, cached by module and
+    # group, and the groups that destroy_model_parallel forgets.
     RotaryEmbedding.forward.cache_clear()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -15,6 +15,8 @@ from tests.support.requirements import require_megatron
 
 require_megatron()
 
+from megatron.core import parallel_state
+
 from miniverl_dist.backends.megatron.architecture import hf_parameters
 from miniverl_dist.backends.megatron.device import init_ranks, shutdown_ranks, single_rank
 from miniverl_dist.backends.megatron.setup import (
@@ -171,3 +173,14 @@ def test_weight_decay_is_for_matrices(distributed: bool, dtype: str, tolerance: 
         assert worst <= tolerance
         assert main == "torch.float32"
         assert spread > 0.01
+
+
+def test_no_group_outlives_its_ranks() -> None:
+    with single_rank(ParallelConfig()):
+        assert held_groups()
+    assert held_groups() == set()
+
+
+def held_groups() -> set[str]:
+    names = vars(parallel_state).items()
+    return {name for name, value in names if isinstance(value, dist.ProcessGroup)}
