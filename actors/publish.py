@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from actors.weight_transfer import BroadcastGroups, RemoteEngine, RemoteRank, WeightTransfer
 from miniverl_dist.config.cluster import PublishConfig
@@ -86,7 +85,6 @@ class RayWeightStore:
 
         Raises:
             PublishError: it did not confirm.
-            StudentLostError: a rank is gone.
         """
         joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._joining[engine.name] = (engine, joined)
@@ -175,15 +173,27 @@ class RayWeightStore:
             self._resending = None
 
     async def _is_resent(self, engine: RemoteEngine, receipt: PublishReceipt) -> bool:
-        transfer = WeightTransfer(
-            receipt.policy_version, self._ranks(), [engine], self._deadline_s, groups=self._groups
-        )
-        # The student is busy with its next update, or past it.
-        with suppress(DeadlineError, PublishError):
+        failed: dict[str, str] = {}
+        try:
+            transfer = WeightTransfer(
+                receipt.policy_version,
+                self._ranks(),
+                [engine],
+                self._deadline_s,
+                groups=self._groups,
+                failed=failed,
+            )
             await transfer.run(expected=receipt.checksum)
-            if engine.name not in transfer.failed:
-                self._rotation[engine.name] = engine
-                return True
-        if engine.name in transfer.failed:
-            raise PublishError(f"{engine.name}: {transfer.failed[engine.name]}")
-        return False
+        except StudentLostError:
+            # It will be rebuilt, and publish. Not the engine's fault, whatever it ran into.
+            return False
+        except (DeadlineError, PublishError):
+            # The student is busy with its next update, or past it.
+            is_sent = False
+        else:
+            is_sent = True
+        if failed:
+            raise PublishError(f"{engine.name}: {failed[engine.name]}")
+        if is_sent:
+            self._rotation[engine.name] = engine
+        return is_sent

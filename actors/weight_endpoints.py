@@ -8,7 +8,7 @@ finish_weights, connect_broadcast`` of a rollout host.
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.outbox import GroupAddress
@@ -17,43 +17,44 @@ from miniverl_dist.errors import EngineLostError, StudentLostError
 from rollout_server.inbox import BucketMessage
 
 
+@dataclass(frozen=True)
 class RayRank:
     """Implements ``weight_transfer.RemoteRank``.
 
-    Args:
-        handle: The actor.
-        name: For messages.
+    Two of one actor are equal: a broadcast group stands as long as its members are the same.
     """
 
-    def __init__(self, handle: Any, name: str) -> None:  # noqa: ANN401 - Ray types no handle
-        self._handle, self._name = handle, name
+    handle: Any
+    """The actor."""
+    name: str
+    """For messages."""
 
     async def open(self, policy_version: int) -> int:
         """See ``RemoteRank``."""
-        held: int = await self._ask(self._handle.open_publish.remote(policy_version))
+        held: int = await self._ask(self.handle.open_publish.remote(policy_version))
         return held
 
     async def next(self) -> BucketMessage | None:
         """See ``RemoteRank``."""
-        message: BucketMessage | None = await self._ask(self._handle.next_bucket.remote())
+        message: BucketMessage | None = await self._ask(self.handle.next_bucket.remote())
         return message
 
     async def close(self) -> dict[str, str]:
         """See ``RemoteRank``."""
-        digests: dict[str, str] = await self._ask(self._handle.close_publish.remote())
+        digests: dict[str, str] = await self._ask(self.handle.close_publish.remote())
         return digests
 
     async def endpoint(self) -> tuple[str, int] | None:
         """See ``RemoteRank``."""
-        found: tuple[str, int] | None = await self._ask(self._handle.broadcast_endpoint.remote())
+        found: tuple[str, int] | None = await self._ask(self.handle.broadcast_endpoint.remote())
         return found
 
     async def connect(self, address: GroupAddress) -> None:
         """See ``RemoteRank``."""
-        await self._ask(self._handle.connect_broadcast.remote(address))
+        await self._ask(self.handle.connect_broadcast.remote(address))
 
     async def _ask(self, call: Awaitable[Any]) -> Any:  # noqa: ANN401 - any result
-        return await remote(call, self._name, StudentLostError)
+        return await remote(call, self.name, StudentLostError)
 
 
 class RayEngine:

@@ -336,13 +336,32 @@ class TestAdmit:
             await admitting
         assert told == []
 
-    async def test_a_dead_rank_is_reported(self) -> None:
-        rank = PlainRank(*HALVES)
-        weights = store([rank], [PlainEngine("old")])
+    @pytest.mark.parametrize("is_gone", [True, False], ids=["no ranks", "a dead rank"])
+    async def test_a_lost_student_is_waited_for_and_the_engine_not_blamed(
+        self, is_gone: bool
+    ) -> None:
+        ranks, back = [PlainRank(*HALVES)], PlainEngine("back")
+        is_rebuilding = False
+
+        def current() -> list[PlainRank]:
+            if is_rebuilding:
+                raise StudentLostError("the student is being rebuilt")
+            return ranks
+
+        weights = RayWeightStore(
+            current, [PlainEngine("old")], PublishConfig(), deadline_s=DEADLINE_S
+        )
         await weights.publish(1)
-        rank.faults["next"] = StudentLostError("rank 0 is gone")
-        with pytest.raises(StudentLostError, match="rank 0 is gone"):
-            await weights.admit(PlainEngine("back"))
+        is_rebuilding = is_gone
+        ranks[0].faults["close"] = StudentLostError("rank 0 is gone")
+        back.faults["add"] = EngineLostError("object lost")
+        admitting = asyncio.create_task(weights.admit(back))
+        await settle()
+        assert not admitting.done()
+        is_rebuilding, ranks[0] = False, PlainRank(*HALVES)
+        back.faults.clear()
+        assert (await weights.publish(1)).engines == ("old", "back")
+        await admitting
 
     async def test_given_up_while_waiting_it_is_not_in_rotation(self) -> None:
         weights = store([PlainRank(*HALVES)], [PlainEngine("old")])
