@@ -19,6 +19,7 @@ from rollout_server.bfcl.package import data_dir
 
 LOCAL_HINT: Final = "pip install 'miniverl-dist[local]'"
 RAY_HINT: Final = "pip install 'miniverl-dist[ray]'"
+MEGATRON_HINT = "scripts/install_megatron.sh"
 BFCL_HINT: Final = "scripts/install_bfcl.sh"
 BASE_PACKAGES: Final = (
     "aiohttp",
@@ -78,6 +79,8 @@ def run_checks() -> list[Check]:
         installed("mpmath", BFCL_HINT),
         installed("transformers", LOCAL_HINT, needed=False),
         installed("ray", RAY_HINT, needed=False),
+        installed("megatron-core", MEGATRON_HINT, needed=False),
+        installed("transformer-engine", "only CUDA machines need it: docker/", needed=False),
         memory(memory_limit_bytes()),
         threads(
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
