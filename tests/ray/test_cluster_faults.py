@@ -201,5 +201,7 @@ def test_the_driver_dies_and_the_run_is_resumed(
 
 @pytest.mark.slow
 def test_the_driver_of_a_megatron_student_dies(tmp_path: Path) -> None:
-    killed_driver(tmp_path / "run", "tiny_megatron.yaml")
+    # The driver's own Ray has one node.
+    one_node = ("cluster.student.num_nodes=1", "cluster.student.ranks_per_node=2")
+    killed_driver(tmp_path / "run", "tiny_megatron.yaml", *one_node, "cluster.num_cpus=4")
     assert_right_counts(resumed(tmp_path / "run"))
