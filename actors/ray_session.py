@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,15 +32,8 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
         yield
         return
     try:
-        if cluster_address(config) == "local":
-            ray.init(
-                address="local",
-                num_cpus=config.num_cpus,
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-            )
-        else:
-            ray.init(address=cluster_address(config), logging_level=logging.WARNING)
+        with _signal_handlers_kept():
+            _connect(config)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise PlacementError(
             f"no Ray cluster at {cluster_address(config)!r} (cluster.address): {error}"
@@ -47,6 +42,31 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _connect(config: ClusterConfig) -> None:
+    if cluster_address(config) == "local":
+        ray.init(
+            address="local",
+            num_cpus=config.num_cpus,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+        )
+    else:
+        ray.init(address=cluster_address(config), logging_level=logging.WARNING)
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Put SIGTERM back to what it did: ``ray.init`` makes it exit at once, without a commit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # neither Ray nor we can set a handler here
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def cluster_address(config: ClusterConfig) -> str:
