@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from miniverl_dist.config.cluster import PublishConfig
 from miniverl_dist.errors import PublishError
 from miniverl_dist.schemas.weights import tensor_digest
-from rollout_server.inbox import BucketMessage, Bytes, TensorSpec, dtype_of
+from rollout_server.inbox import BucketMessage, Bytes, TensorSpec
 
 
 class ExportsWeights(Protocol):
@@ -66,17 +66,10 @@ def host_array(value: Any) -> NDArray[Any]:  # noqa: ANN401 - numpy array or tor
     if isinstance(value, np.ndarray):
         # Not ascontiguousarray, which gives a scalar a dimension.
         return np.asarray(value, order="C")
-    tensor = value.detach().cpu().contiguous()
-    name = str(tensor.dtype).removeprefix("torch.")
-    raw = tensor.reshape(-1).view(_torch_uint8())
-    array: NDArray[Any] = raw.numpy().view(dtype_of(name)).reshape(tuple(tensor.shape))
-    return array
+    # Loads torch, which is loaded already: somebody made the tensor.
+    from miniverl_dist.backends.tensors import as_numpy
 
-
-def _torch_uint8() -> Any:  # noqa: ANN401 - torch.dtype, which this module may not import
-    import torch  # Loaded already: somebody made the tensor.
-
-    return torch.uint8
+    return as_numpy(value)
 
 
 def _memory(array: NDArray[Any]) -> Bytes:

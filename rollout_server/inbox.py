@@ -23,21 +23,10 @@ from safetensors.numpy import load_file
 
 from miniverl_dist.errors import PublishError
 from miniverl_dist.ports import WeightSnapshot
+from miniverl_dist.schemas.weights import dtype_of
 
 Bytes = NDArray[np.uint8]
 """[n] raw memory of one tensor."""
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """A dtype by its name, those of ``ml_dtypes`` included."""
-    try:
-        return np.dtype(name)
-    except TypeError:
-        # Names such as bfloat16 are known to numpy once this is imported.
-        import ml_dtypes
-
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-        return found
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,18 @@ NamedArrays = Mapping[str, NDArray[Any]]
 MAX_THREADS, BYTES_WORTH_THREADS = 4, 32 * 1024 * 1024
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """A dtype by its name, those of ``ml_dtypes`` included."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        # Names such as bfloat16 are known to numpy once this is imported.
+        import ml_dtypes
+
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
+
+
 def tensor_digest(name: str, array: NDArray[Any]) -> str:
     """XXH3-128 (hex) of an array's bytes, with its name, dtype and shape."""
     contiguous = np.ascontiguousarray(array)

@@ -10,13 +10,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from miniverl_dist.backends.tensors import as_numpy, as_tensor
 from miniverl_dist.errors import CheckpointError
 from miniverl_dist.schemas.weights import NamedArrays, combined_digest, tensor_digest
 
@@ -64,12 +61,12 @@ def matched_views(model: torch.nn.Module, tensors: NamedArrays) -> dict[str, tor
 def fill(views: Mapping[str, torch.Tensor], tensors: NamedArrays) -> None:
     """Copy arrays into the views that ``matched_views`` has found for them, one at a time."""
     for name, view in views.items():
-        view.copy_(_as_torch(tensors[name]))
+        view.copy_(as_tensor(tensors[name]))
 
 
 def held_checksum(views: Mapping[str, torch.Tensor]) -> str:
     """``schemas.weights.weights_checksum`` of what the views hold, one tensor at a time."""
-    return combined_digest({name: tensor_digest(name, _as_numpy(v)) for name, v in views.items()})
+    return combined_digest({name: tensor_digest(name, as_numpy(v)) for name, v in views.items()})
 
 
 def _view(parameters: Mapping[str, torch.Tensor], name: str) -> tuple[str, torch.Tensor] | None:
@@ -89,19 +86,3 @@ def _view(parameters: Mapping[str, torch.Tensor], name: str) -> tuple[str, torch
     if part == "down":
         return owner, fused
     return owner, fused.chunk(2)[0 if part == "gate" else 1]
-
-
-def _as_torch(array: NDArray[Any]) -> torch.Tensor:
-    # Arrays out of shared memory are read-only, which torch cannot express.
-    own = array if array.flags.writeable else array.copy()
-    if own.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(own)
-
-
-def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    held = tensor.detach().cpu().contiguous()
-    if held.dtype == torch.bfloat16:
-        return held.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    array: NDArray[Any] = held.numpy()
-    return array

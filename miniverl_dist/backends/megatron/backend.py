@@ -25,7 +25,7 @@ from torch import Tensor
 from miniverl_dist.backends.adamw import learning_rate
 from miniverl_dist.backends.megatron import device
 from miniverl_dist.backends.megatron.architecture import Architecture
-from miniverl_dist.backends.megatron.arrays import as_numpy, reader
+from miniverl_dist.backends.megatron.arrays import reader
 from miniverl_dist.backends.megatron.data import RankMicrobatch, rank_microbatches
 from miniverl_dist.backends.megatron.optimizer_state import OptimizerState
 from miniverl_dist.backends.megatron.reference import FrozenWeights
@@ -47,6 +47,7 @@ from miniverl_dist.backends.megatron.weights import (
     load_hf,
 )
 from miniverl_dist.backends.padding import sequences_with_targets
+from miniverl_dist.backends.tensors import as_numpy
 from miniverl_dist.backends.update_report import update_report
 from miniverl_dist.backends.vocabulary import AnyVocabulary
 from miniverl_dist.backends.weights_io import TokenizerIdentity

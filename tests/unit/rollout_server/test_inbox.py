@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from miniverl_dist.errors import PublishError
-from miniverl_dist.schemas.weights import NamedArrays, weights_checksum
-from rollout_server.inbox import BucketMessage, Bytes, TensorSpec, WeightInbox, dtype_of
+from miniverl_dist.schemas.weights import NamedArrays, dtype_of, weights_checksum
+from rollout_server.inbox import BucketMessage, Bytes, TensorSpec, WeightInbox
 from tests.support.weight_ends import FakeEngine, some_weights
 
 
