@@ -13,7 +13,6 @@ between two tokens may fall the other way. torch's threads are those of the proc
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,13 +21,13 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from miniverl_dist.backends.vocabulary import AnyVocabulary
-from miniverl_dist.errors import CheckpointError, ConfigError, EngineError, PublishError
-from miniverl_dist.generate_api.wire import GenerateReply, GenerateRequest
+from miniverl_dist.errors import CheckpointError, ConfigError, PublishError
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import FloatArray, IntArray
 from rollout_server.engines.hf_decoder import BatchDecoder, DecoderCounters, empty_model
 from rollout_server.engines.hf_weights import fill, held_checksum, matched_views
-from rollout_server.engines.jobs import Job, accept
+from rollout_server.engines.jobs import Job
+from rollout_server.engines.queued import QueuedEngine
 from rollout_server.engines.sampling import sample
 
 T = TypeVar("T")
@@ -37,7 +36,7 @@ KEPT_PER_SLOT = 2
 """Caches kept per slot: the prompt of a request, and all it has fed when it ended."""
 
 
-class HFEngine:
+class HFEngine(QueuedEngine[Job]):
     """Samples from a transformers model; see ``rollout_server.engines.base.Engine``.
 
     Args:
@@ -64,8 +63,6 @@ class HFEngine:
         name: str = "hf-0",
         device: str = "cpu",
     ) -> None:
-        self.name = name
-        self.weight_version = -1
         self._model = empty_model(folder, dtype=dtype, device=device)
         config = self._model.config
         if len(vocabulary) > config.vocab_size:
@@ -73,19 +70,11 @@ class HFEngine:
                 f"the vocabulary has {len(vocabulary)} ids, but {folder.name}/config.json gives "
                 f"the embedding {config.vocab_size} rows (vocab_size): another tokenizer's model?"
             )
-        self._vocabulary = vocabulary
+        longest = min(max_context_tokens, config.max_position_embeddings)
+        super().__init__(name, vocabulary, Job, longest)
         self._batch_slots = batch_slots
-        self._max_context_tokens = min(max_context_tokens, config.max_position_embeddings)
         self._decoder = BatchDecoder(self._model, len(vocabulary), KEPT_PER_SLOT * batch_slots)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
-        self._serving: asyncio.Task[None] | None = None
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._loading = asyncio.Lock()
-        self._is_closed = False
-        self._num_requests = 0
 
     @property
     def counters(self) -> DecoderCounters:
@@ -96,29 +85,6 @@ class HFEngine:
     def num_rows(self) -> int:
         """Rows of the batch that hold memory."""
         return self._decoder.num_rows
-
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """See ``Engine``."""
-        if self._is_closed:
-            raise EngineError(f"engine {self.name} is closed")
-        if self.weight_version < 0:
-            raise EngineError(f"engine {self.name} holds no weights yet: load_weights comes first")
-        self._num_requests += 1
-        job = accept(
-            request,
-            self._vocabulary,
-            Job,
-            max_context_tokens=self._max_context_tokens,
-            engine=self.name,
-            default_rid=f"{self.name}-{self._num_requests}",
-        )
-        self._waiting.append(job)
-        self._wake()
-        try:
-            # Resolved by _serve when the request ends, by close, or by _serve's own failure.
-            return await job.future
-        finally:
-            self._forget(job)
 
     async def load_weights(self, snapshot: WeightSnapshot) -> str:
         """See ``Engine``."""
@@ -131,9 +97,7 @@ class HFEngine:
 
     async def close(self) -> None:
         """See ``Engine``."""
-        self._is_closed = True
-        for job in [*self._running, *self._waiting]:
-            self._finish(job, "abort", f"engine {self.name} was closed")
+        self._abort_all()
         if self._serving is not None:
             # Ends by itself: it drops the rows of what has just ended.
             await asyncio.wait([self._serving])
@@ -171,15 +135,15 @@ class HFEngine:
         self.weight_version = snapshot.policy_version
         return held_checksum(views)
 
-    def _wake(self) -> None:
-        if self._serving is None or self._serving.done():
-            self._serving = asyncio.create_task(self._serve(), name=f"{self.name} serving")
-            self._serving.add_done_callback(self._on_served)
+    @property
+    def _has_work(self) -> bool:
+        """True too for rows without a request: those that have just ended or were cancelled."""
+        return bool(self._running or self._waiting or self._decoder.num_rows)
 
     async def _serve(self) -> None:
-        # Rows without a request are those that have just ended or were cancelled. While a load
-        # holds waiting requests back, the turns of this loop queue behind it in the worker.
-        while self._running or self._waiting or self._decoder.num_rows:
+        # While a load holds waiting requests back, the turns of this loop queue behind it in the
+        # worker.
+        while self._has_work:
             if not self._loading.locked():
                 self._admit()
             jobs = tuple(self._running)
@@ -190,18 +154,6 @@ class HFEngine:
                 ended = job.take(token, logprob)
                 if ended is not None:
                     self._finish(job, ended)
-
-    def _on_served(self, task: asyncio.Task[None]) -> None:
-        """Hand a failure of the serving task to everyone who waits for it."""
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is None:
-            return
-        for job in [*self._running, *self._waiting]:
-            if not job.future.done():
-                failure = EngineError(f"engine {self.name} failed while decoding: {error!r}")
-                failure.__cause__ = error
-                job.future.set_exception(failure)
-            self._forget(job)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._batch_slots:
@@ -215,19 +167,3 @@ class HFEngine:
             return np.zeros(0, dtype=np.int64), np.zeros(0)
         draws = np.array([job.draws[len(job.output)] for job in jobs])
         return sample(logits, [job.params for job in jobs], draws)
-
-    def _finish(
-        self, job: Job, kind: Literal["stop", "length", "abort"], message: str | None = None
-    ) -> None:
-        if not job.future.done():
-            job.future.set_result(job.reply(kind, self._vocabulary, self.weight_version, message))
-        self._forget(job)
-
-    def _forget(self, job: Job) -> None:
-        """Free what a request holds; nothing to do when it has ended already."""
-        if job in self._waiting:
-            self._waiting.remove(job)
-        if job in self._running:
-            self._running.remove(job)
-        if not self._running:
-            self._quiet.set()

@@ -10,10 +10,8 @@ the weights; company shows in ``cached_tokens`` and seconds alone.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -22,17 +20,13 @@ from miniverl_dist.backends.toy_model import ToyModel
 from miniverl_dist.config.roles import ToyModelConfig
 from miniverl_dist.errors import (
     CheckpointError,
-    EngineError,
     PublishError,
-)
-from miniverl_dist.generate_api.wire import (
-    GenerateReply,
-    GenerateRequest,
 )
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import IntArray
 from miniverl_dist.schemas.weights import weights_checksum
-from rollout_server.engines.jobs import Job, accept
+from rollout_server.engines.jobs import Job
+from rollout_server.engines.queued import QueuedEngine
 from rollout_server.engines.sampling import sample
 from rollout_server.engines.slots import SlotTable
 
@@ -55,7 +49,7 @@ class EngineCounters:
     num_decoded_tokens: int = 0
 
 
-class ToyEngine:
+class ToyEngine(QueuedEngine[_Job]):
     """Samples from a toy decoder; see ``rollout_server.engines.base.Engine``.
 
     Args:
@@ -67,35 +61,11 @@ class ToyEngine:
     def __init__(
         self, config: ToyModelConfig, vocabulary_ids: Sequence[int] | IntArray, name: str = "toy-0"
     ) -> None:
-        self.name = name
-        self.weight_version = -1
-        self.counters = EngineCounters()
         self._model = ToyModel(config, vocabulary_ids)
+        super().__init__(name, self._model.vocabulary, _Job, config.max_context_tokens)
+        self.counters = EngineCounters()
         self._decoder = ToyDecoder(self._model, config.batch_slots)
         self._slots = SlotTable(config.batch_slots, config.max_context_tokens)
-        self._waiting: deque[_Job] = deque()
-        self._running: list[_Job] = []
-        self._serving: asyncio.Task[None] | None = None
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._loading = asyncio.Lock()
-        self._is_closed = False
-        self._num_requests = 0
-
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """See ``Engine``."""
-        if self._is_closed:
-            raise EngineError(f"engine {self.name} is closed")
-        if self.weight_version < 0:
-            raise EngineError(f"engine {self.name} holds no weights yet: load_weights comes first")
-        job = self._job(request)
-        self._waiting.append(job)
-        self._wake()
-        try:
-            # Resolved by _serve when the request ends, by close, or by _serve's own failure.
-            return await job.future
-        finally:
-            self._forget(job)
 
     async def load_weights(self, snapshot: WeightSnapshot) -> str:
         """See ``Engine``."""
@@ -110,10 +80,7 @@ class ToyEngine:
 
     async def close(self) -> None:
         """See ``Engine``."""
-        self._is_closed = True
-        for job in [*self._running, *self._waiting]:
-            self._finish(job, "abort", f"engine {self.name} was closed")
-        self._waiting.clear()
+        self._abort_all()
         if self._serving is not None:
             # Ends by itself: nothing is left to serve.
             await asyncio.wait([self._serving])
@@ -131,26 +98,10 @@ class ToyEngine:
         self.weight_version = snapshot.policy_version
         return weights_checksum(self._model.arrays())
 
-    def _job(self, request: GenerateRequest) -> _Job:
-        self._num_requests += 1
-        return accept(
-            request,
-            self._model.vocabulary,
-            _Job,
-            max_context_tokens=self._slots.tokens.shape[1],
-            engine=self.name,
-            default_rid=f"{self.name}-{self._num_requests}",
-        )
-
     @property
     def _has_work(self) -> bool:
         """False too while a load holds waiting requests back."""
         return bool(self._running or (self._waiting and not self._loading.locked()))
-
-    def _wake(self) -> None:
-        if self._has_work and (self._serving is None or self._serving.done()):
-            self._serving = asyncio.create_task(self._serve(), name=f"{self.name} serving")
-            self._serving.add_done_callback(self._on_served)
 
     async def _serve(self) -> None:
         while self._has_work:
@@ -160,18 +111,6 @@ class ToyEngine:
             self._step()
             # Lets callers queue, cancel and take their replies between two steps.
             await asyncio.sleep(0)
-
-    def _on_served(self, task: asyncio.Task[None]) -> None:
-        """Hand a failure of the serving task to everyone who waits for it."""
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is None:
-            return
-        for job in [*self._running, *self._waiting]:
-            if not job.future.done():
-                failure = EngineError(f"engine {self.name} failed while decoding: {error!r}")
-                failure.__cause__ = error
-                job.future.set_exception(failure)
-            self._forget(job)
 
     def _admit(self) -> None:
         while self._waiting:
@@ -244,20 +183,5 @@ class ToyEngine:
         else:
             self._finish(job, end)
 
-    def _finish(
-        self, job: _Job, kind: Literal["stop", "length", "abort"], message: str | None = None
-    ) -> None:
-        if not job.future.done():
-            reply = job.reply(kind, self._model.vocabulary, self.weight_version, message)
-            job.future.set_result(reply)
-        self._forget(job)
-
-    def _forget(self, job: _Job) -> None:
-        """Free what a request holds; nothing to do when it has ended already."""
-        if job in self._waiting:
-            self._waiting.remove(job)
-        if job in self._running:
-            self._running.remove(job)
-            self._slots.release(job.slot)
-        if not self._running:
-            self._quiet.set()
+    def _release(self, job: _Job) -> None:
+        self._slots.release(job.slot)
