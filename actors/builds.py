@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,9 @@ from numpy.typing import NDArray
 
 from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE
 from miniverl_dist.backends.base import StudentBackend
+from miniverl_dist.backends.megatron.architecture import read_architecture
+from miniverl_dist.backends.megatron.quiet import quiet_megatron
+from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.backends.toy import ToyBackend
 from miniverl_dist.backends.vocabulary import AnyVocabulary, FullVocabulary, Vocabulary
 from miniverl_dist.backends.weights_io import TokenizerIdentity, load_toy_folder
@@ -28,17 +30,6 @@ from miniverl_dist.training.checkpoint import seal, verify_seal
 from miniverl_dist.training.sft import SftExample, sft_batches
 from rollout_server.engines.base import Engine
 from rollout_server.engines.toy import ToyEngine
-
-
-@dataclass(frozen=True)
-class RankAddress:
-    """One rank's place in the student's process group."""
-
-    rank: int = 0
-    world_size: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    """0 picks a free port; only where there is one rank."""
 
 
 def set_num_threads(config: RunConfig) -> None:
@@ -68,9 +59,6 @@ def build_student(
             num_steps=config.loop.num_steps,
             seed=seed,
         )
-    from miniverl_dist.backends.megatron.architecture import read_architecture
-    from miniverl_dist.backends.megatron.quiet import quiet_megatron
-
     quiet_megatron()
     from miniverl_dist.backends.megatron.backend import MegatronBackend
 
@@ -85,10 +73,7 @@ def build_student(
         optim=config.optim,
         num_steps=config.loop.num_steps,
         seed=seed,
-        rank=address.rank,
-        world_size=address.world_size,
-        master_addr=address.master_addr,
-        master_port=address.master_port,
+        address=address,
         timeout_s=config.deadlines.update_s,
     )
 
@@ -105,9 +90,6 @@ def prepare_student(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path) 
     model, folder = config.student.model, run_dir / STUDENT_FOLDER
     if isinstance(model, ToyModelConfig) or (run_dir / STUDENT_SEAL_FILE).exists():
         return
-    from miniverl_dist.backends.megatron.architecture import read_architecture
-    from miniverl_dist.backends.megatron.quiet import quiet_megatron
-
     quiet_megatron()
     from miniverl_dist.backends.megatron.weights import initial_weights, write_config
 
@@ -133,8 +115,6 @@ def student_vocabulary(
     """Which rows of the student's embedding stand for which ids."""
     if model.vocabulary == "restricted":
         return Vocabulary(_declared(tokenizer).ids)
-    from miniverl_dist.backends.megatron.architecture import read_architecture
-
     return FullVocabulary(read_architecture(folder / "config.json").vocab_size)
 
 

@@ -69,25 +69,21 @@ class RayRanks:
 class RayHost(RayEngine):
     """Implements `rollout_pool.RemoteHost`, and an engine of the weight store, over one actor."""
 
-    def __init__(self, handle: Any, name: str) -> None:  # noqa: ANN401 - Ray types no handle
-        super().__init__(handle, name)
-        self._actor = handle
-
     async def play(self, kind: EpisodeKind, assignment: Assignment, member: int) -> Trajectory:
         """See `RemoteHost.play`."""
-        call = self._actor.play.remote(kind, assignment, member)
+        call = self._handle.play.remote(kind, assignment, member)
         played: Trajectory = await remote(call, self.name, EngineLostError)
         return played
 
     async def end(self) -> None:
         """See `RemoteHost.end`."""
-        ray.kill(self._actor)
+        ray.kill(self._handle)
 
 
 class RayServer:
     """Implements `teacher_pool.RemoteServer` over one actor."""
 
-    def __init__(self, handle: Any, url: str, ping_s: float) -> None:  # noqa: ANN401 - as above
+    def __init__(self, handle: Any, url: str, ping_s: float) -> None:  # noqa: ANN401 - Ray types no handle
         self._actor, self.url, self._ping_s = handle, url, ping_s
 
     async def is_alive(self) -> bool:
@@ -225,8 +221,8 @@ class _Starter:
         ]
         ranks = RayRanks(handles)
         try:
-            address = remote(handles[0].address.remote(), "rank 0", StudentLostError)
-            where = await self._bounded(address, "rank 0", StudentLostError)
+            listening = remote(handles[0].listen.remote(), "rank 0", StudentLostError)
+            where = await self._bounded(listening, "rank 0", StudentLostError)
             met = asyncio.gather(*ranks.call("start", *where))
             await self._bounded(met, "the student's ranks", StudentLostError)
         except BaseException:

@@ -83,10 +83,3 @@ class HostedRun:
                 ray.kill(self._host)
                 self._progress.close()
             return summary
-
-
-def train_in_actor(
-    config: LoadedConfig, run_dir: Path, progress: Progress, resume_from: Path | None
-) -> HostedRun:
-    """A run that will execute in one actor."""
-    return HostedRun(config, run_dir, progress, resume_from)

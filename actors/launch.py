@@ -135,10 +135,10 @@ def _train(
 ) -> RunSummary:
     """Execute where the recipe says."""
     if config.config.runtime == "single_actor" and make_actor is None:
-        from actors.host import train_in_actor
+        from actors.host import HostedRun
 
         run.close()  # the actor opens it: a run directory has one writer
-        hosted = train_in_actor(config, run.path, progress, resume_from)
+        hosted = HostedRun(config, run.path, progress, resume_from)
         return asyncio.run(_stoppable(hosted.run(), hosted.request_stop))
     running = Running(config, run, progress, make_actor or _actor_of(config))
     return asyncio.run(_stoppable(running.train(resume_from), running.request_stop))

@@ -34,6 +34,7 @@ from actors.teacher_side import (
     teacher_tokenizer,
 )
 from miniverl_dist.alignment.spans import student_byte_ends
+from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.config.load import LoadedConfig
 from miniverl_dist.config.roles import SftConfig
 from miniverl_dist.observability.clock import SystemClock
@@ -150,7 +151,7 @@ class SingleActor:
             tail_calls: Horizon of evaluations instead of the config's.
             with_scorer: False where nothing will be trained.
         """
-        from actors.builds import RankAddress, build_engine, build_student
+        from actors.builds import build_engine, build_student
 
         config, clock = self._config, self._clock
         async with AsyncExitStack() as stack:

@@ -6,10 +6,11 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.builds import RankAddress, build_student, set_num_threads
+from actors.builds import build_student, set_num_threads
 from actors.outbox import GroupAddress, WeightOutbox
 from actors.student_side import student_tokenizer
 from miniverl_dist.backends.base import StudentBackend
+from miniverl_dist.backends.rank_address import RankAddress, listen
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import StudentLostError
 from miniverl_dist.schemas.batch import FloatArray, SftBatch, TrainBatch, UpdateResult
@@ -37,15 +38,15 @@ class StudentRank:
     ) -> None:
         self._config, self._run_dir, self._host = config, run_dir, host
         self._rank, self._world_size = rank, world_size
+        self._listener: socket.socket | None = None
         self._backend: StudentBackend | None = None
         self._outbox: WeightOutbox | None = None
         self._sender: BroadcastSender | None = None
 
-    def address(self) -> tuple[str, int]:
-        """Host and free port for the ranks to meet at."""
-        with socket.socket() as free:
-            free.bind((self._host, 0))
-            return self._host, free.getsockname()[1]
+    def listen(self) -> tuple[str, int]:
+        """Host and port for the ranks to meet at; held until `start`."""
+        self._listener = listen(self._host)
+        return self._host, self._listener.getsockname()[1]
 
     def start(self, master_addr: str, master_port: int) -> None:
         """Join the other ranks and build this rank's share; returns when all have come."""
@@ -54,7 +55,7 @@ class StudentRank:
             self._config,
             student_tokenizer(self._config, self._run_dir),
             self._run_dir,
-            RankAddress(self._rank, self._world_size, master_addr, master_port),
+            RankAddress(self._rank, self._world_size, master_addr, master_port, self._listener),
         )
         if self._config.publish.transport == "broadcast" and self._backend.sends_weights:
             from actors.broadcast_group import BroadcastSender, wire_of

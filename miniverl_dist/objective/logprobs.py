@@ -12,6 +12,7 @@ own memory; its factor per row is applied to the hidden states, which are V / H 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -105,15 +106,20 @@ def selected_logprobs_with_entropy(
         )
     if targets.shape != hidden.shape[:1]:
         raise BatchError(f"targets {list(targets.shape)} for hidden {list(hidden.shape)}")
+    check_chunking(chunk_size, temperature)
+    logprobs, entropy = _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, chunk_size, temperature
+    )
+    return logprobs, entropy
+
+
+def check_chunking(chunk_size: int, temperature: float) -> None:
+    """Refuse what no projection can be cut or divided by; raises ``BatchError``."""
     if chunk_size < 1 or not temperature > 0:
         raise BatchError(
             f"chunk_size must be at least 1 and temperature above 0, found {chunk_size} and "
             f"{temperature}"
         )
-    logprobs, entropy = _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, chunk_size, temperature
-    )
-    return logprobs, entropy
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -150,27 +156,62 @@ class _SelectedLogprobs(torch.autograd.Function):
         _grad_entropy: Tensor,
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, targets = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        used = grad_logprobs.nonzero().squeeze(-1)
-        chunk = LogitChunk(weight, min(ctx.chunk_size, len(used)), ctx.temperature)
-        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=chunk.logits.dtype) if needs_weight else None
-        for part in torch.split(used, ctx.chunk_size):
-            states = hidden[part]
-            logits = chunk.project(states)
-            # From here to the products the chunk holds d(-logprob) / d(logits) = softmax - onehot.
+
+        def to_slopes(logits: Tensor, part: Tensor) -> None:
             for block in _blocks(logits):
                 block.copy_(torch.softmax(block, -1))
             logits[torch.arange(len(part), device=part.device), targets[part]] -= 1
-            factor = grad_logprobs[part, None].div(-ctx.temperature)
-            slopes = chunk.lowered(len(part))
-            if grad_hidden is not None:
-                grad_hidden[part] = torch.mm(slopes, weight).mul_(factor)
-            if grad_weight is not None:
-                add_product(grad_weight, slopes, states * factor.to(states.dtype))
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+
+        grad_hidden, grad_weight = projection_gradients(
+            hidden,
+            weight,
+            grad_logprobs,
+            to_slopes,
+            chunk_size=ctx.chunk_size,
+            temperature=ctx.temperature,
+            needs=ctx.needs_input_grad[:2],
+        )
         return grad_hidden, grad_weight, None, None, None
+
+
+def projection_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    grad_logprobs: Tensor,
+    to_slopes: Callable[[Tensor, Tensor], None],
+    *,
+    chunk_size: int,
+    temperature: float,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients by hidden states and weight, a chunk at a time.
+
+    Args:
+        hidden: [N, H].
+        weight: [V, H].
+        grad_logprobs: [N]; rows where it is exactly zero are left out.
+        to_slopes: turns a chunk's logits [n, V] into d(-logprob) / d(logits) = softmax - onehot,
+            in place; the second argument is [n] which rows they are.
+        chunk_size: rows whose logits exist at a time.
+        temperature: that the logits are divided by.
+        needs: which of the two are wanted.
+    """
+    used = grad_logprobs.nonzero().squeeze(-1)
+    chunk = LogitChunk(weight, min(chunk_size, len(used)), temperature)
+    grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=chunk.logits.dtype) if needs[1] else None
+    for part in torch.split(used, chunk_size):
+        states = hidden[part]
+        to_slopes(chunk.project(states), part)
+        factor = grad_logprobs[part, None].div(-temperature)
+        slopes = chunk.lowered(len(part))
+        if grad_hidden is not None:
+            grad_hidden[part] = torch.mm(slopes, weight).mul_(factor)
+        if grad_weight is not None:
+            _add_product(grad_weight, slopes, states * factor.to(states.dtype))
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight.dtype)
+    return grad_hidden, grad_weight
 
 
 class LogitChunk:
@@ -228,7 +269,7 @@ def _normalise(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak, log_total, entropy
 
 
-def add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
+def _add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
     """``total += slopes.T @ states``; sums over chunks in float32 at least."""
     if total.dtype == states.dtype:
         total.addmm_(slopes.T, states)

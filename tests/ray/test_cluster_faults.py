@@ -88,7 +88,7 @@ class LosesAnEngine(ClusterActor):
     async def open(self, **options: Any) -> AsyncIterator[Parts]:
         async with super().open(**options) as parts:
             rollouts: Any = parts.ports.rollouts
-            pid = await pid_of(rollouts._pool._rotation[0]._actor)
+            pid = await pid_of(rollouts._pool._rotation[0]._handle)
             deadly = Deadly(rollouts, "rollout", nth=7, pid=pid, after_s=0.0)
             yield dataclasses.replace(
                 parts, ports=dataclasses.replace(parts.ports, rollouts=deadly)

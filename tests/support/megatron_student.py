@@ -18,6 +18,7 @@ from miniverl_dist.backends.megatron import device
 from miniverl_dist.backends.megatron.architecture import read_architecture
 from miniverl_dist.backends.megatron.backend import MegatronBackend
 from miniverl_dist.backends.megatron.optimizer_state import data_parallel_group
+from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.backends.vocabulary import FullVocabulary
 from miniverl_dist.backends.weights_io import TokenizerIdentity
 from miniverl_dist.config.cluster import ParallelConfig
@@ -93,14 +94,12 @@ class GradientRecorder(MegatronBackend):
 
     gradients: list[Arrays]
 
-    def _join(
-        self, rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float
-    ) -> None:
+    def _join(self, address: RankAddress, timeout_s: float) -> None:
         """Ranks that have met stay together: the next student only makes its own groups."""
         if dist.is_initialized():
             device.lay_out_ranks(self._config.parallel, timeout_s=timeout_s)
         else:
-            super()._join(rank, world_size, master_addr, master_port, timeout_s)
+            super()._join(address, timeout_s)
 
     def close(self) -> None:
         if dist.get_world_size() == 1:
@@ -135,9 +134,7 @@ def student(
         loss=loss or LossConfig(),
         optim=optim or OptimConfig(lr=1e-3, grad_clip=0.5),
         num_steps=10,
-        rank=0 if rank is None else rank.rank,
-        world_size=1 if rank is None else rank.world_size,
-        master_port=0 if rank is None else rank.port,
+        address=RankAddress() if rank is None else rank.address,
         timeout_s=30.0,
     )
 

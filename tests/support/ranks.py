@@ -11,7 +11,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import torch
 
 from miniverl_dist.backends.megatron import device
 from miniverl_dist.backends.megatron import setup as _imported_before_forking  # noqa: F401
+from miniverl_dist.backends.rank_address import RankAddress, listen
 from miniverl_dist.config.cluster import ParallelConfig
 
 
@@ -35,26 +35,24 @@ class RankFailedError(AssertionError):
 class Rank:
     """Who a forked process is."""
 
-    rank: int
-    world_size: int
-    port: int
+    address: RankAddress
     timeout_s: float
+
+    @property
+    def rank(self) -> int:
+        return self.address.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.address.world_size
 
     @contextmanager
     def layout(self, parallel: ParallelConfig) -> Iterator[None]:
         """Connect on first use, then lay the ranks out; all ranks have to enter together."""
         if not torch.distributed.is_initialized():
-            device.connect_ranks(self.rank, self.world_size, "127.0.0.1", self.port, self.timeout_s)
+            device.connect_ranks(self.address, self.timeout_s)
         device.lay_out_ranks(parallel, timeout_s=self.timeout_s)
         yield
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _child(rank: Rank, sender: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -88,17 +86,21 @@ def run_ranks(
     """
     gc.collect()  # Process groups that this process has left go where their threads are.
     context = multiprocessing.get_context("fork")
-    port, deadline = free_port(), time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
+    listener = listen("127.0.0.1")
+    host, port = listener.getsockname()
     pending: dict[Connection, int] = {}
     processes = []
     for rank in range(world):
         receiver, sender = context.Pipe(duplex=False)
-        identity = Rank(rank, world, port, timeout_s)
+        own = listener if rank == 0 else None
+        identity = Rank(RankAddress(rank, world, host, port, own), timeout_s)
         process = context.Process(target=_child, args=(identity, sender, fn, args), daemon=True)
         process.start()
         sender.close()
         pending[receiver] = rank
         processes.append(process)
+    listener.close()  # the ranks have it
     try:
         return _collect(pending, deadline, timeout_s)
     finally:

@@ -47,6 +47,7 @@ from miniverl_dist.backends.megatron.weights import (
     load_hf,
 )
 from miniverl_dist.backends.padding import sequences_with_targets
+from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.backends.tensors import as_numpy
 from miniverl_dist.backends.update_report import update_report
 from miniverl_dist.backends.vocabulary import AnyVocabulary
@@ -101,10 +102,7 @@ class MegatronBackend:
         optim: AdamW and its schedule.
         num_steps: Batches of the whole run, where the ``linear`` schedule ends.
         seed: Of whatever the weights do not cover.
-        rank: 0 to ``world_size`` - 1.
-        world_size: Ranks of the student.
-        master_addr: Address of rank 0's machine.
-        master_port: Free port there; not used by a single rank.
+        address: Of this rank; alone by default.
         timeout_s: For the ranks to meet, and for every collective.
 
     Raises:
@@ -124,15 +122,12 @@ class MegatronBackend:
         optim: OptimConfig,
         num_steps: int,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        master_addr: str = "127.0.0.1",
-        master_port: int = 0,
+        address: RankAddress | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         _check(model, arch, vocabulary, loss)
         self._config = model
-        self._join(rank, world_size, master_addr, master_port, timeout_s)
+        self._join(address or RankAddress(), timeout_s)
         self.policy_version = 0
         self.num_updates = 0
         """Batches trained on; the learning rate follows it."""
@@ -265,12 +260,9 @@ class MegatronBackend:
 
     SNAPSHOT_BUCKET_BYTES = 64 * 1024 * 1024
 
-    def _join(
-        self, rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float
-    ) -> None:
+    def _join(self, address: RankAddress, timeout_s: float) -> None:
         """Meet the other ranks and make the groups."""
-        parallel = self._config.parallel
-        device.init_ranks(rank, world_size, master_addr, master_port, parallel, timeout_s)
+        device.init_ranks(address, self._config.parallel, timeout_s)
 
     def _cut(
         self, batch: TrainBatch | SftBatch, rows: IntArray, mask: BoolArray, sequences: IntArray

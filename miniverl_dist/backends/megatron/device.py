@@ -13,6 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from miniverl_dist.backends.megatron import cpu_compat
+from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.config.cluster import ParallelConfig
 from miniverl_dist.errors import ConfigError
 
@@ -24,40 +25,36 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def connect_ranks(
-    rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float
-) -> None:
-    """Meet the other ranks; alone, nothing listens and address and port are not used.
+def connect_ranks(address: RankAddress, timeout_s: float) -> None:
+    """Meet the other ranks; alone, nothing listens and the address is not used.
 
     Args:
-        rank: 0 to ``world_size`` - 1; rank 0 listens at ``master_addr:master_port``.
-        world_size: All ranks of the student.
-        master_addr: Address of rank 0's machine.
-        master_port: Free port there.
+        address: Of this rank; its listener is used up.
         timeout_s: For the meeting, and for every collective of the default group.
     """
     cpu_compat.install()
     backend = "gloo"
     if torch.cuda.is_available():
         # Ray shows an actor only its own GPUs; elsewhere the ranks of a machine share the list.
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(address.rank % torch.cuda.device_count())
         backend = "nccl"
     store: Any
-    if world_size == 1:
+    if address.world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]
     else:
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            master_addr,
-            master_port,
-            world_size,
-            is_master=rank == 0,
+            address.master_addr,
+            address.master_port,
+            address.world_size,
+            is_master=address.rank == 0,
             timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=None if address.listener is None else address.listener.detach(),
         )
     dist.init_process_group(
         backend,
         store=store,
-        rank=rank,
-        world_size=world_size,
+        rank=address.rank,
+        world_size=address.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
 
@@ -87,20 +84,13 @@ def lay_out_ranks(parallel: ParallelConfig, *, timeout_s: float, seed: int = 0) 
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def init_ranks(
-    rank: int,
-    world_size: int,
-    master_addr: str,
-    master_port: int,
-    parallel: ParallelConfig,
-    timeout_s: float,
-) -> None:
+def init_ranks(address: RankAddress, parallel: ParallelConfig, timeout_s: float) -> None:
     """Connect this rank with the others and lay them out; see the two functions above.
 
     Raises:
         ConfigError: the ranks do not divide so; nothing stays connected.
     """
-    connect_ranks(rank, world_size, master_addr, master_port, timeout_s)
+    connect_ranks(address, timeout_s)
     try:
         lay_out_ranks(parallel, timeout_s=timeout_s)
     except ConfigError:
@@ -125,7 +115,7 @@ def shutdown_ranks() -> None:
 @contextmanager
 def single_rank(parallel: ParallelConfig, timeout_s: float = 60.0) -> Iterator[None]:
     """A student of one rank in this process, for the time of the block."""
-    init_ranks(0, 1, "127.0.0.1", 0, parallel, timeout_s)
+    init_ranks(RankAddress(), parallel, timeout_s)
     try:
         yield
     finally:

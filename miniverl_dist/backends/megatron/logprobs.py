@@ -25,12 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from miniverl_dist.errors import BatchError
 from miniverl_dist.objective.logprobs import (
-    LogitChunk as LogitChunk,
-)
-from miniverl_dist.objective.logprobs import (
-    add_product as add_product,
-)
-from miniverl_dist.objective.logprobs import (
+    LogitChunk,
+    check_chunking,
+    projection_gradients,
     selected_logprobs_with_entropy,
 )
 
@@ -73,11 +70,7 @@ def vocab_parallel_logprobs(
             f"expected hidden [N, H], weight [v, H] and targets [N], found {list(hidden.shape)}, "
             f"{list(weight.shape)} and {list(targets.shape)}"
         )
-    if chunk_size < 1 or not temperature > 0:
-        raise BatchError(
-            f"chunk_size must be at least 1 and temperature above 0, found {chunk_size} and "
-            f"{temperature}"
-        )
+    check_chunking(chunk_size, temperature)
     logprobs, entropy = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets - first_row, chunk_size, temperature, group
     )
@@ -118,26 +111,22 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, local_targets, peak, log_total = ctx.saved_tensors
         chunk_size, temperature = ctx.settings
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        # No collective below, so ranks may differ here; they do not, since the loss is the same.
-        used = grad_logprobs.nonzero().squeeze(-1)
-        chunk = LogitChunk(weight, min(chunk_size, len(used)), temperature)
-        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=chunk.logits.dtype) if needs_weight else None
-        for part in torch.split(used, chunk_size):
-            states = hidden[part]
-            logits = chunk.project(states)
-            # From here to the products the chunk holds d(-logprob) / d(logits) = softmax - onehot.
+
+        def to_slopes(logits: Tensor, part: Tensor) -> None:
             logits.sub_(peak[part, None]).sub_(log_total[part, None]).exp_()
-            _subtract_onehot(logits, local_targets[part])
-            factor = grad_logprobs[part, None].div(-temperature)
-            slopes = chunk.lowered(len(part))
-            if grad_hidden is not None:
-                grad_hidden[part] = torch.mm(slopes, weight).mul_(factor)
-            if grad_weight is not None:
-                add_product(grad_weight, slopes, states * factor.to(states.dtype))
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+            inside, columns = _own_targets(logits, local_targets[part])
+            logits[inside, columns] -= 1
+
+        # No collective below, so ranks may differ here; they do not, since the loss is the same.
+        grad_hidden, grad_weight = projection_gradients(
+            hidden,
+            weight,
+            grad_logprobs,
+            to_slopes,
+            chunk_size=chunk_size,
+            temperature=temperature,
+            needs=ctx.needs_input_grad[:2],
+        )
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -164,8 +153,3 @@ def _own_targets(logits: Tensor, local_targets: Tensor) -> tuple[Tensor, Tensor]
     """Rows whose target lies in this rank's slice, and its column there."""
     inside = ((local_targets >= 0) & (local_targets < logits.shape[1])).nonzero().squeeze(-1)
     return inside, local_targets[inside]
-
-
-def _subtract_onehot(logits: Tensor, local_targets: Tensor) -> None:
-    inside, columns = _own_targets(logits, local_targets)
-    logits[inside, columns] -= 1
