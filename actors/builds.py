@@ -82,13 +82,17 @@ def prepare_student(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path) 
     """Write the student's folder: its ``config.json``, and its weights where they are drawn.
 
     Ranks and engines read this folder, never the recipe's files: a run stays what it was started
-    as. What is there already is left alone.
+    as. What is there already is checked and left alone.
 
     Raises:
+        CheckpointError, ChecksumError: the folder of an earlier start is damaged.
         ConfigError: a config.json that cannot be used, or that lacks rows for the tokenizer.
     """
     model, folder = config.student.model, run_dir / STUDENT_FOLDER
-    if isinstance(model, ToyModelConfig) or (run_dir / STUDENT_SEAL_FILE).exists():
+    if isinstance(model, ToyModelConfig):
+        return
+    if (run_dir / STUDENT_SEAL_FILE).exists():
+        _verified_student(run_dir)
         return
     quiet_megatron()
     from miniverl_dist.backends.megatron.weights import initial_weights, write_config

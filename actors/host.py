@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from actors.placement import PlacedGroups, Role, place
 from actors.ray_calls import remote
-from actors.ray_session import ray_session
+from actors.ray_session import cluster_address, ray_session
 from actors.running import Running
 from miniverl_dist.config.load import LoadedConfig
-from miniverl_dist.errors import MiniverlError
+from miniverl_dist.errors import MiniverlError, PlacementError
 from miniverl_dist.observability.progress import LineProgress, Progress
 from miniverl_dist.observability.run_dir import RunDirectory
 from miniverl_dist.training.loop import RunSummary
@@ -24,6 +26,9 @@ class RunHost:
     def __init__(self) -> None:
         self._running: Running | None = None
         self._is_stopped = False
+
+    async def ready(self) -> None:
+        """Answer once the process stands."""
 
     async def train(
         self, config: LoadedConfig, run_dir: Path, resume_from: Path | None
@@ -63,23 +68,41 @@ class HostedRun:
         """Start the actor and wait for its run, which is bounded by its own deadlines.
 
         Raises:
+            PlacementError: the cluster cannot hold the actor, or did not start it in time.
             MiniverlError: what ended the run there, or the actor's death.
         """
-        cluster = self._config.config.cluster
-        with ray_session(cluster):
+        config = self._config.config
+        is_local = cluster_address(config.cluster) == "local"
+        try:
+            with ray_session(config.cluster):
+                self._progress.phase("waiting for the cluster's nodes and resources")
+                async with await place(config, config.name, may_grow=not is_local) as placed:
+                    return await self._run(placed)
+        finally:
+            self._progress.close()
+
+    async def _run(self, placed: PlacedGroups) -> RunSummary:
+        self._host = ray.remote(RunHost).options(**placed.options(Role.STUDENT, 0)).remote()
+        try:
+            await self._started()
             self._progress.phase("training in one Ray actor")
-            make = ray.remote(RunHost).options(
-                num_cpus=cluster.student.cpus_per_rank, num_gpus=cluster.student.gpus_per_rank
-            )
-            self._host = make.remote()
             if self._is_stopped:
                 self.request_stop()
             work = self._host.train.remote(self._config, self._run_dir, self._resume_from)
-            try:
-                summary: RunSummary = await remote(
-                    work, f"the run's actor (`miniverl-dist resume {self._run_dir}`)", MiniverlError
-                )
-            finally:
-                ray.kill(self._host)
-                self._progress.close()
+            summary: RunSummary = await remote(
+                work, f"the run's actor (`miniverl-dist resume {self._run_dir}`)", MiniverlError
+            )
             return summary
+        finally:
+            ray.kill(self._host)
+
+    async def _started(self) -> None:
+        deadline_s = self._config.config.cluster.start_deadline_s
+        ready = remote(self._host.ready.remote(), "the run's actor", PlacementError)
+        try:
+            # Waits for the actor's process to come up.
+            await asyncio.wait_for(ready, deadline_s)
+        except TimeoutError as error:
+            raise PlacementError(
+                f"the run's actor did not start within {deadline_s:g} s (cluster.start_deadline_s)"
+            ) from error

@@ -86,7 +86,7 @@ def resume(
                     f"{CHECKPOINTS}/ was removed. Restore it, or start a new run"
                 )
         else:
-            found = commits.read_manifest(newest).state.config_digest
+            found = commits.check_files(newest).state.config_digest
             if found != config.digest:
                 raise ResumeError(
                     f"{newest.name} belongs to config {found[:12]}, this run to "
@@ -122,7 +122,7 @@ def evaluate(
     with _evaluation_run(config, output) as run:
         running = Running(config, run, progress, _actor_of(config))
         work = running.evaluate(policies, checkpoint=checkpoint, tail_calls=tail_calls, tag=tag)
-        return asyncio.run(work)
+        return asyncio.run(_interruptible(work))
 
 
 def _train(
@@ -177,9 +177,22 @@ async def _stoppable(work: Coroutine[Any, Any, Result], stop: Callable[[], None]
             loop.remove_signal_handler(number)
 
 
+async def _interruptible(work: Coroutine[Any, Any, Result]) -> Result:
+    """Work that SIGTERM cancels, so that what it has started ends with it."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
 def _checkpoint_tag(checkpoint: Path, config: LoadedConfig) -> str:
     """A row's tag: the commit's name, and whose it is when it was made under another config."""
-    found = commits.read_manifest(checkpoint).state.config_digest
+    found = commits.check_files(checkpoint).state.config_digest
     return checkpoint.name if found == config.digest else f"{checkpoint.name}@{found[:8]}"
 
 

@@ -29,12 +29,17 @@ async def remote(call: Awaitable[Any], who: str, lost: type[MiniverlError]) -> A
         if isinstance(cause, MiniverlError):
             raise cause from None
         raise lost(f"{who} failed: {type(cause).__name__}: {cause}") from error
-    except (RayActorError, GetTimeoutError) as error:
-        raise lost(f"{who} is gone: {_first_line(error)}") from error
+    except RayActorError as error:
+        if error.actor_init_failed:
+            raise lost(f"{who} could not be built: {_lines(error)[-1]}") from error
+        raise lost(f"{who} is gone: {_lines(error)[0]}") from error
+    except GetTimeoutError as error:
+        raise lost(f"{who} is gone: {_lines(error)[0]}") from error
     except RayError as error:  # worker crashed, node died, object lost: all end this actor's work
-        raise lost(f"{who}: {type(error).__name__}: {_first_line(error)}") from error
+        raise lost(f"{who}: {type(error).__name__}: {_lines(error)[0]}") from error
 
 
-def _first_line(error: Exception) -> str:
+def _lines(error: Exception) -> list[str]:
+    """What Ray says; of a constructor's traceback the last line holds the error itself."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines or [type(error).__name__]

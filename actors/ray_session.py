@@ -10,12 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray._private import services  # public names can neither resolve an address nor bound a wait
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from miniverl_dist.config.cluster import ClusterConfig
 from miniverl_dist.errors import PlacementError
 
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Set by Ray in the entry point of a submitted job."""
+
+ANSWER_S = 30.0
+"""For a running cluster to answer; ``cluster.start_deadline_s`` where that is shorter."""
 
 
 @contextmanager
@@ -52,8 +57,35 @@ def _connect(config: ClusterConfig) -> None:
             include_dashboard=False,
             logging_level=logging.WARNING,
         )
-    else:
-        ray.init(address=cluster_address(config), logging_level=logging.WARNING)
+        return
+    address = cluster_address(config)
+    _require_answer(address, min(config.start_deadline_s, ANSWER_S))
+    ray.init(address=address, logging_level=logging.WARNING)
+
+
+def _require_answer(address: str, deadline_s: float) -> None:
+    """Raise unless a cluster answers: ``ray.init`` itself takes minutes to give up on silence."""
+    resolved = services.canonicalize_bootstrap_address(address)
+    if resolved is None:
+        raise ConnectionError("no cluster runs on this machine")
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            GcsClient(address=resolved)
+        except Exception as error:  # noqa: BLE001 - Ray's C++ side; raised again where it is waited for
+            failed.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True, name="ray-probe")
+    asking.start()
+    asking.join(deadline_s)
+    if failed:
+        raise ConnectionError(str(failed[0])) from failed[0]
+    if asking.is_alive():
+        raise ConnectionError(
+            f"no answer within {deadline_s:g} s; expected the head's own port, 6379 by default "
+            "(not the dashboard's, 8265)"
+        )
 
 
 @contextmanager

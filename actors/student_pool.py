@@ -173,14 +173,18 @@ class RankPool(Generic[GroupT]):
         self._policy_version = policy_version
 
     async def rebuild(self) -> None:
-        """See `ports.StudentPool`."""
+        """See `ports.StudentPool`; a start that fails is tried again within the budget."""
         await self.close()
-        if not self._budget.spend():
-            raise UpdateError(f"the student was lost again, beyond {self._budget}")
-        try:
-            await self.open()
-        except StudentLostError as error:
-            raise UpdateError(f"the student could not be started again: {error}") from error
+        failed: StudentLostError | None = None
+        while self._budget.spend():
+            try:
+                await self.open()
+            except StudentLostError as error:
+                failed = error
+            else:
+                return
+        why = f"; the last start failed: {failed}" if failed is not None else ""
+        raise UpdateError(f"the student was lost again, beyond {self._budget}{why}") from failed
 
     async def _all(self, method: str, *arguments: object, is_bounded: bool = True) -> list[Any]:
         """Every rank's answer.

@@ -23,6 +23,8 @@ from miniverl_dist.schemas.run_state import CheckpointFile, CheckpointManifest, 
 
 FORMAT_VERSION = 1
 _TEMPORARY_PREFIX = ".incomplete-"
+_NOTHING_LEFT_BYTES = 64 * 1024
+"""What a writer that ran into the end of the disk leaves free at most: a few blocks."""
 
 
 async def commit(
@@ -45,15 +47,22 @@ async def commit(
         await save(temporary)
         return _complete(temporary, folder / name, state)
     except (OSError, CheckpointError) as error:
-        is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         raise CheckpointError(
-            f"checkpoint {name} was not written: {'the disk is full' if is_full else error}; "
+            f"checkpoint {name} was not written: "
+            f"{'the disk is full' if _is_full(folder, error) else error}; "
             f"former checkpoints in {folder.name}/ are intact. Free space, then "
             "`miniverl-dist resume`"
         ) from error
     finally:
         # Renamed by now, or of no use: what is left would go on filling the disk.
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_full(folder: Path, error: Exception) -> bool:
+    """Whether writing failed for want of space; writers of shards may hide the reason."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return True
+    return folder.exists() and shutil.disk_usage(folder).free < _NOTHING_LEFT_BYTES
 
 
 def _start_afresh(temporary: Path) -> None:
@@ -168,6 +177,18 @@ def verify(checkpoint: Path) -> CheckpointManifest:
     return manifest
 
 
+def check_files(checkpoint: Path) -> CheckpointManifest:
+    """Read the manifest and compare names and sizes: finds what is missing or cut, at no cost.
+
+    Raises:
+        CheckpointError: a file is missing, or one stands there that the manifest does not name.
+        ChecksumError: a file has another size.
+    """
+    manifest = read_manifest(checkpoint)
+    _check_names_and_sizes(checkpoint, manifest.files)
+    return manifest
+
+
 def seal(folder: Path, seal_file: Path) -> None:
     """Make a folder durable and write its files' sizes and checksums into ``seal_file``, last.
 
@@ -196,7 +217,7 @@ def verify_seal(folder: Path, seal_file: Path) -> None:
     _verify_files(folder, files)
 
 
-def _verify_files(checkpoint: Path, files: Sequence[CheckpointFile]) -> None:
+def _check_names_and_sizes(checkpoint: Path, files: Sequence[CheckpointFile]) -> None:
     found = {_relative(path, checkpoint) for path in _files(checkpoint)} - {CHECKPOINT_MARKER}
     expected = {file.path for file in files}
     if found != expected:
@@ -205,12 +226,22 @@ def _verify_files(checkpoint: Path, files: Sequence[CheckpointFile]) -> None:
             f"unknown files {sorted(found - expected)}"
         )
     for file in files:
+        num_bytes = (checkpoint / file.path).stat().st_size
+        if num_bytes != file.num_bytes:
+            raise ChecksumError(
+                f"{checkpoint.name}/{file.path}: {num_bytes} bytes, expected {file.num_bytes}; "
+                "the file is damaged, use another checkpoint"
+            )
+
+
+def _verify_files(checkpoint: Path, files: Sequence[CheckpointFile]) -> None:
+    _check_names_and_sizes(checkpoint, files)
+    for file in files:
         actual = _describe(checkpoint / file.path, checkpoint)
         if actual != file:
             raise ChecksumError(
-                f"{checkpoint.name}/{file.path}: SHA-256 {actual.sha256[:12]} and "
-                f"{actual.num_bytes} bytes, expected {file.sha256[:12]} and {file.num_bytes}; "
-                "the file is damaged, use another checkpoint"
+                f"{checkpoint.name}/{file.path}: SHA-256 {actual.sha256[:12]}, expected "
+                f"{file.sha256[:12]}; the file is damaged, use another checkpoint"
             )
 
 

@@ -5,6 +5,8 @@ Ray's own functions are replaced: runs on real clusters are in tests/ray.
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +55,7 @@ class FakeRay:
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     ray = FakeRay()
     monkeypatch.setattr(module, "ray", ray)
+    monkeypatch.setattr(module, "_require_answer", lambda address, deadline_s: None)
     monkeypatch.delenv(JOB_MARK, raising=False)
     return ray
 
@@ -128,3 +131,22 @@ def test_no_cluster_is_one_clear_error(fake_ray: FakeRay, kind: type[Exception])
 def test_an_error_of_the_work_is_not_taken_for_a_missing_cluster(fake_ray: FakeRay) -> None:
     with pytest.raises(ValueError, match="of the work"), ray_session(JOINED):
         raise ValueError("of the work")
+
+
+class TestSilentAddresses:
+    """The real probe: what listens there speaks, or does not speak, for itself."""
+
+    def test_a_port_that_accepts_and_stays_silent_fails_within_the_deadline(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            config = ClusterConfig(address=address, start_deadline_s=1.0)
+            began = time.monotonic()
+            expected = rf"no Ray cluster at '{address}'.*no answer within 1 s.*6379 by default"
+            with pytest.raises(PlacementError, match=expected), ray_session(config):
+                raise AssertionError("it must not begin")
+        assert time.monotonic() - began < 5
+
+    def test_an_address_without_a_port_is_refused_at_once(self) -> None:
+        config = ClusterConfig(address="nowhere", start_deadline_s=60.0)
+        with pytest.raises(PlacementError, match="nowhere"), ray_session(config):
+            raise AssertionError("it must not begin")

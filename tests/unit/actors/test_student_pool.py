@@ -229,12 +229,19 @@ class TestRebuild:
 
     async def test_ranks_that_do_not_come_up_end_the_run(self) -> None:
         lost = StudentLostError("rank 1 did not start within 600 s")
-        students = await pool(FakeRanks(answers(None)), lost)
-        with pytest.raises(UpdateError, match="could not be started again: rank 1") as caught:
+        students = await pool(FakeRanks(answers(None)), lost, lost, max_restarts=2)
+        expected = "beyond 2 restarts in 100 s .*; the last start failed: rank 1 did not start"
+        with pytest.raises(UpdateError, match=expected) as caught:
             await students.rebuild()
         assert not isinstance(caught.value, StudentLostError)
         with pytest.raises(StudentLostError, match="a rebuild comes first"):
             _ = students.group
+
+    async def test_a_start_that_fails_is_tried_again_within_the_budget(self) -> None:
+        lost, third = StudentLostError("rank 1 did not start"), FakeRanks(answers(None))
+        students = await pool(FakeRanks(answers(None)), lost, third, max_restarts=2)
+        await students.rebuild()
+        assert students.group is third
 
     async def test_a_cluster_without_room_arrives_as_itself(self) -> None:
         students = await pool(FakeRanks(answers(None)), PlacementError("no node left"))

@@ -14,6 +14,7 @@ from miniverl_dist.errors import CheckpointError, ChecksumError
 from miniverl_dist.observability.run_dir import CHECKPOINT_MARKER
 from miniverl_dist.schemas.run_state import RunState
 from miniverl_dist.training.checkpoint import (
+    check_files,
     commit,
     discard_incomplete,
     list_checkpoints,
@@ -116,6 +117,15 @@ class TestCommit:
             await made(folder, 2)
         assert names(folder) == ["step-000001"]
 
+    async def test_a_writer_that_hides_why_it_failed_is_explained_by_the_disk(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        usage = shutil.disk_usage(folder)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4096))
+        error = CheckpointError("rank 1: cannot write weights: CheckpointException")
+        with pytest.raises(CheckpointError, match="not written: the disk is full; former"):
+            await commit(folder, "step-000002", state(2), failing(error))
+
     async def test_a_save_that_is_cancelled_leaves_nothing(self, folder: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await commit(folder, "step-000002", state(2), failing(asyncio.CancelledError()))
@@ -192,10 +202,19 @@ class TestVerify:
     async def test_a_shortened_file_is_named(self, folder: Path) -> None:
         path = await made(folder, 1)
         (path / "model.bin").write_bytes(FILES["model.bin"][:-1])
-        with pytest.raises(
-            ChecksumError, match=r"step-000001/model\.bin: SHA-256 \w+ and 767 bytes"
-        ):
+        with pytest.raises(ChecksumError, match=r"step-000001/model\.bin: 767 bytes, expected 768"):
             verify(path)
+        with pytest.raises(ChecksumError, match="767 bytes, expected 768"):
+            check_files(path)
+
+    async def test_the_quick_check_knows_names_and_sizes_only(self, folder: Path) -> None:
+        path = await made(folder, 1)
+        changed = bytes([FILES["model.bin"][0] ^ 1]) + FILES["model.bin"][1:]
+        (path / "model.bin").write_bytes(changed)
+        assert check_files(path).state == state(1)
+        (path / "model.bin").unlink()
+        with pytest.raises(CheckpointError, match=r"missing files \['model\.bin'\]"):
+            check_files(path)
 
     async def test_another_format_is_refused(self, folder: Path) -> None:
         path = await made(folder, 1)
