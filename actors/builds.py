@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actors.preflight import require_rows
 from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE
 from miniverl_dist.backends.base import StudentBackend
 from miniverl_dist.backends.megatron.architecture import read_architecture
@@ -100,12 +101,8 @@ def prepare_student(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path) 
     architecture = read_architecture(model.config)
     if model.vocabulary == "restricted":
         architecture = architecture.with_vocab_size(len(_declared(tokenizer).ids))
-    elif architecture.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"{model.config.name} has {architecture.vocab_size} vocabulary rows, tokenizer "
-            f"{tokenizer.name} has {tokenizer.vocab_size} ids: use `vocabulary: restricted`, or "
-            "the config.json that belongs to the tokenizer"
-        )
+    else:
+        require_rows(architecture, model.config.name, tokenizer)
     if model.weights is None:
         initial_weights(architecture, derive_seed(config.seed, "init", "student"), folder)
     else:

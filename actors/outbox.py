@@ -168,7 +168,7 @@ class WeightOutbox:
         self._index += 1
         if not arrays:
             return BucketMessage(self._version, self._rank, index, ())
-        # Beside the copy: neither holds the interpreter lock.
+        # Beside the copy, which does not hold the interpreter lock (XXH3 does).
         digests = self._hasher.submit(_digests_of, arrays)
         payload = self._deliver(arrays, index)
         self._digests |= digests.result()

@@ -139,7 +139,7 @@ def parse_nodes(texts: Sequence[str]) -> list[NodeResources]:
     found: list[NodeResources] = []
     for text in texts:
         match = _NODE.fullmatch(text)
-        if match is None:
+        if match is None or match[1] == "0" * len(match[1] or "x"):
             raise ConfigError(f"--node {text!r}: expected CPUS,GPUS or NxCPUS,GPUS, as in 2x96,8")
         for _ in range(int(match[1] or 1)):
             found.append(NodeResources(str(len(found)), float(match[2]), float(match[3])))

@@ -6,10 +6,12 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 
-from miniverl_dist.backends.megatron.architecture import read_architecture
+from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import MegatronModelConfig
 from miniverl_dist.errors import ConfigError, MissingDependencyError
+from miniverl_dist.tokens.load import load_tokenizer
+from miniverl_dist.tokens.tokenizer import TokenizerLike
 
 _INSTALL = {
     "torch": "pip install 'miniverl-dist[local]' (README: which torch)",
@@ -45,8 +47,11 @@ def require_student_files(config: RunConfig) -> None:
     model = config.student.model
     if not isinstance(model, MegatronModelConfig):
         return
-    if problem := read_architecture(model.config).problem(model.parallel):
+    architecture = read_architecture(model.config)
+    if problem := architecture.problem(model.parallel):
         raise ConfigError(f"student.model.parallel: {problem}")
+    if model.vocabulary == "full":
+        require_rows(architecture, model.config.name, load_tokenizer(config.student.tokenizer))
     if model.weights is not None and not (model.weights / "config.json").is_file():
         raise ConfigError(
             f"student.model.weights: {model.weights} holds no Hugging Face model (no config.json); "
@@ -57,6 +62,20 @@ def require_student_files(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.engine.kind: found {engine.kind}, this version can launch `hf` engines only "
             "(`miniverl-dist plan` reads such a recipe all the same)"
+        )
+
+
+def require_rows(architecture: Architecture, name: str, tokenizer: TokenizerLike) -> None:
+    """Raise unless a model has an embedding row for every id of a tokenizer.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    if architecture.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"{name} has {architecture.vocab_size} vocabulary rows, tokenizer {tokenizer.name} has "
+            f"{tokenizer.vocab_size} ids: use `vocabulary: restricted`, or the config.json that "
+            "belongs to the tokenizer"
         )
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import ray
 from ray._private import services  # public names can neither resolve an address nor bound a wait
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import RayError
 
 from miniverl_dist.config.cluster import ClusterConfig
 from miniverl_dist.errors import PlacementError
@@ -73,7 +74,7 @@ def _require_answer(address: str, deadline_s: float) -> None:
     def ask() -> None:
         try:
             GcsClient(address=resolved)
-        except Exception as error:  # noqa: BLE001 - Ray's C++ side; raised again where it is waited for
+        except (RayError, RuntimeError, ValueError, OSError) as error:
             failed.append(error)
 
     asking = threading.Thread(target=ask, daemon=True, name="ray-probe")

@@ -1,9 +1,13 @@
-"""Claim: publishing 512 MiB through the object store costs at most 2.5 times one memcpy of it.
+"""Claim: publishing 512 MiB through the object store takes at most 1.5 times what no way can avoid.
 
 Publish: everything between asking the store and its receipt, over real Ray with one sending and
 one receiving actor. That is: export, XXH3 at the sender, the copy into shared memory, the copy
 into the receiver's own memory, XXH3 over what its engine then holds, and all calls between driver
 and actors. The engine keeps the arrays it is given as its weights and does nothing else.
+
+``floor`` is the same work without Ray, messages and checks: one process counts XXH3 and copies into
+shared memory, another copies out of it and counts XXH3, bucket by bucket and at the same time. Two
+copies, each checksummed where it counts, cannot take less than two cores and one memory bus allow.
 
 Ways and memcpy take turns, the least of each counts: whatever else the machine does only adds. The
 first publishes are not counted: most of their time goes into touching shared memory for the first
@@ -20,16 +24,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from actors.broadcast_group import BroadcastReceiver, BroadcastSender
@@ -42,8 +50,8 @@ from miniverl_dist.schemas.weights import weights_checksum
 from rollout_server.inbox import BucketMessage, Bytes, WeightInbox
 
 MIB = 1024 * 1024
-TOTAL_MIB, TENSOR_MIB, BUCKET_MIB = 512, 16, 64
-MAX_RATIO = 2.5
+TOTAL_MIB, TENSOR_MIB, BUCKET_MIB = 512, 16, 128
+MAX_OF_FLOOR = 1.5
 NUM_WARM, NUM_TIMES = 8, 12
 HOST = "127.0.0.1"
 TRANSPORTS = ("object_store", "disk", "broadcast")
@@ -191,6 +199,57 @@ def memcpy() -> Way:
     return once
 
 
+class Floor:
+    """The least that two processes must do; leaves with its receiver."""
+
+    def __init__(self, bucket_mib: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._slices = [
+            slice(start, start + bucket_mib * MIB)
+            for start in range(0, TOTAL_MIB * MIB, bucket_mib * MIB)
+        ]
+        self._memory = SharedMemory(create=True, size=TOTAL_MIB * MIB)
+        self._begin, self._full, self._done = (context.Semaphore(0) for _ in range(3))
+        self._receiver = context.Process(
+            target=_receive_at_the_floor,
+            args=(self._memory.name, self._slices, self._begin, self._full, self._done),
+            daemon=True,
+        )
+        self._receiver.start()
+        self._source = np.random.default_rng(0).integers(0, 256, TOTAL_MIB * MIB, dtype=np.uint8)
+
+    async def once(self) -> None:
+        """Everything once."""
+        shared = np.frombuffer(self._memory.buf, np.uint8, TOTAL_MIB * MIB)
+        self._begin.release()
+        for part in self._slices:
+            xxhash.xxh3_128_digest(self._source[part])
+            np.copyto(shared[part], self._source[part])
+            self._full.release()
+        self._done.acquire()
+
+    def close(self) -> None:
+        """End the receiver and give the memory back."""
+        self._receiver.kill()
+        self._receiver.join()
+        self._memory.unlink()
+
+
+def _receive_at_the_floor(
+    name: str, slices: list[slice], begin: Semaphore, full: Semaphore, done: Semaphore
+) -> None:
+    memory = SharedMemory(name, track=False) if sys.version_info >= (3, 13) else SharedMemory(name)
+    shared = np.frombuffer(memory.buf, np.uint8, TOTAL_MIB * MIB)
+    own = np.ones_like(shared)
+    while True:
+        begin.acquire()
+        for part in slices:
+            full.acquire()
+            np.copyto(own[part], shared[part])
+            xxhash.xxh3_128_digest(own[part])
+        done.release()
+
+
 async def seconds(ways: dict[str, Way], num_times: int) -> dict[str, float]:
     """Least seconds of each way; they take turns."""
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -209,6 +268,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=NUM_TIMES)
     parser.add_argument("--only", choices=TRANSPORTS)
     args = parser.parse_args()
+    floor = Floor(args.bucket_mib)
     with tempfile.TemporaryDirectory(prefix="mvp", dir="/tmp") as folder:
         ray.init(
             address="local",
@@ -221,19 +281,21 @@ def main() -> int:
         try:
             directory = Path(folder) / "publish"
             chosen = [args.only] if args.only else TRANSPORTS
-            ways = {"memcpy": memcpy()}
+            ways = {"memcpy": memcpy(), "floor": floor.once}
             ways |= {name: publishing(name, directory, args.bucket_mib) for name in chosen}
             if not args.only:
                 ways["naive"] = naive(directory)
             found = asyncio.run(seconds(ways, args.times))
         finally:
             ray.shutdown()
+            floor.close()
     print(f"{TOTAL_MIB} MiB in buckets of {args.bucket_mib} MiB, ratios to memcpy:")
     for name, duration in found.items():
         print(f"  {name:<12} {duration / found['memcpy']:6.2f}   ({duration * 1e3:.0f} ms)")
-    ratio = found.get("object_store", 0.0) / found["memcpy"]
-    if ratio > MAX_RATIO:
-        print(f"FAILED: object_store at {ratio:.2f} times memcpy, at most {MAX_RATIO}")
+    ratio = found.get("object_store", 0.0) / found["floor"]
+    print(f"object_store to floor: {ratio:.2f}, at most {MAX_OF_FLOOR}")
+    if ratio > MAX_OF_FLOOR:
+        print("FAILED")
         return 1
     return 0
 

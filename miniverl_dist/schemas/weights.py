@@ -8,9 +8,7 @@ What lies on a disk has SHA-256 in its manifest.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,6 @@ import xxhash
 from numpy.typing import NDArray
 
 NamedArrays = Mapping[str, NDArray[Any]]
-
-MAX_THREADS, BYTES_WORTH_THREADS = 4, 32 * 1024 * 1024
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -50,9 +46,4 @@ def combined_digest(digests: Mapping[str, str]) -> str:
 
 def weights_checksum(tensors: NamedArrays) -> str:
     """Checksum (hex) over names, dtypes, shapes and bytes."""
-    num_bytes = sum(array.nbytes for array in tensors.values())
-    num_threads = min(MAX_THREADS, os.cpu_count() or 1) if num_bytes > BYTES_WORTH_THREADS else 1
-    # An engine serves nobody while it counts this. XXH3 does not hold the interpreter lock.
-    with ThreadPoolExecutor(num_threads) as pool:
-        digests = pool.map(tensor_digest, tensors, tensors.values())
-    return combined_digest(dict(zip(tensors, digests, strict=True)))
+    return combined_digest({name: tensor_digest(name, tensors[name]) for name in tensors})

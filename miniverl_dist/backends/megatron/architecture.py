@@ -355,7 +355,9 @@ def _architecture(fields: _Fields) -> Architecture:
         raise fields.error("model_type", fields.fields.get("model_type"), expected)
     _check_required(fields)
     theta, rotary_fraction = _rotary(fields, 0.25 if model_type == "qwen3_5_moe" else 1.0)
-    num_heads = fields.integer("num_attention_heads")
+    num_heads, head_dim = fields.integer("num_attention_heads"), fields.integer("head_dim")
+    if (rotated := int(head_dim * rotary_fraction)) % 2 or not rotated:
+        raise fields.error("head_dim", head_dim, "a size of which an even number is rotated")
     layer_kinds = _layer_kinds(fields, model_type)
     return Architecture(
         model_type=model_type,
@@ -363,7 +365,7 @@ def _architecture(fields: _Fields) -> Architecture:
         hidden_size=fields.integer("hidden_size"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim"),
+        head_dim=head_dim,
         ffn_size=fields.integer("intermediate_size") if model_type == "qwen3" else 0,
         layer_kinds=layer_kinds,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),

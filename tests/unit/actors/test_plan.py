@@ -370,7 +370,7 @@ class TestCommand:
         assert err.startswith("error: this run does not fit:\nstudent: rank 8 needs about")
         assert "after the reserve of 2 GiB" in err
 
-    @pytest.mark.parametrize("node", ["8", "8,", "x8,1", "0.5.1,2"])
+    @pytest.mark.parametrize("node", ["8", "8,", "x8,1", "0.5.1,2", "0x8,0", "00x8,0"])
     def test_a_node_in_another_form(self, node: str) -> None:
         code, _, err = self.run(LOCAL, "--node", node)
         assert (code, "expected CPUS,GPUS" in err) == (2, True)

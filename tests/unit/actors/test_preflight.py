@@ -8,7 +8,7 @@ import pytest
 from actors import launch
 from actors.preflight import require_local_packages
 from miniverl_dist.config.load import load_config
-from miniverl_dist.errors import MissingDependencyError
+from miniverl_dist.errors import ConfigError, MissingDependencyError
 from miniverl_dist.observability.progress import SilentProgress
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,3 +40,13 @@ def test_ray_is_needed_only_where_actors_run(runtime: str, monkeypatch: pytest.M
     require_local_packages(load_config(fixture).config)
     with pytest.raises(MissingDependencyError, match=r"needs ray.*miniverl-dist\[ray\]"):
         require_local_packages(load_config(fixture, [f"runtime={runtime}"]).config)
+
+
+def test_a_model_without_rows_for_the_tokenizer_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    fixture = ROOT / "tests" / "fixtures" / "tiny_megatron.yaml"
+    config = load_config(fixture, ["student.model.vocabulary=full"])
+    with pytest.raises(ConfigError, match=r"vocabulary rows, tokenizer .* has 248077 ids"):
+        launch.train(config, run_dir=tmp_path / "run", progress=SilentProgress())
+    assert not (tmp_path / "run").exists()

@@ -133,6 +133,13 @@ def test_an_error_of_the_work_is_not_taken_for_a_missing_cluster(fake_ray: FakeR
         raise ValueError("of the work")
 
 
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test's connection in this process is not seen."""
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: False)
+
+
+@pytest.mark.usefixtures("unconnected")
 class TestSilentAddresses:
     """The real probe: what listens there speaks, or does not speak, for itself."""
 

@@ -93,6 +93,7 @@ def test_layer_kinds_follow_from_an_interval(tmp_path: Path) -> None:
         ("qwen3", {"hidden_size": None}, "hidden_size is None, expected a positive integer"),
         ("qwen3", {"hidden_size": "64"}, "hidden_size is '64', expected a positive integer"),
         ("qwen3", {"head_dim": True}, "head_dim is True, expected a positive integer"),
+        ("qwen3", {"head_dim": 15}, "head_dim is 15, expected a size of which an even number"),
         ("qwen3", {"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a positive number"),
         ("qwen3", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, expected true or false"),
         ("qwen3", {"rope_theta": None}, "rope_theta is None, expected a positive number"),
