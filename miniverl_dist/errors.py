@@ -116,6 +116,14 @@ class ServerUnavailableError(GenerateApiError):
     """A server that cannot be reached, is busy, or failed inside; asking again may help."""
 
 
+class ServerBusyError(ServerUnavailableError):
+    """A server whose queue takes no more for now; ``retry_after_s`` is its own estimate."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class EngineError(MiniverlError):
     """A rollout engine that failed, died, or answered something unusable."""
 

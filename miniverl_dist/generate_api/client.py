@@ -1,55 +1,52 @@
 """The client of ``/generate``: one pooled session, deadlines, retries, a cap on tokens in flight.
 
-A request waits for its share of the token cap, is sent, and gives the share back before anything
-else happens: a pause before a retry holds none, so one refused request never keeps others waiting.
-What a server can mend (429, 502, 503, 504, timeouts, broken connections) is asked for again; what
-it says about the request itself (other 4xx) is an error at once and keeps its words.
+A request waits for its share of a server's token cap, is sent, and gives the share back before
+anything else happens: a pause before a retry holds none, so one refused request never keeps others
+waiting. What a server can mend (429, 502, 503, 504, timeouts, broken connections) is asked for
+again, of another server where there is one; what it says about the request itself (other 4xx) is an
+error at once and keeps its words. A server that hangs is left alone by its breaker.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
+import copy
 import random
-import re
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
-import aiohttp
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from miniverl_dist.errors import (
-    ConfigError,
     DeadlineError,
     GenerateApiError,
-    MalformedReplyError,
-    RequestRejectedError,
     ServerUnavailableError,
 )
+from miniverl_dist.generate_api.breaker import BreakerLimits
+from miniverl_dist.generate_api.budget import TokenBudget
+from miniverl_dist.generate_api.endpoints import Endpoint, Endpoints, OnBreaker
+from miniverl_dist.generate_api.transport import Answer, RetryableError, Transport, TryOutcome
 from miniverl_dist.generate_api.wire import (
     GenerateReply,
     GenerateRequest,
     ModelInfo,
-    decode_json,
+    ScoringReply,
+    decode_input_logprobs,
     encode_request,
-    error_message,
+    scoring_request,
 )
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.ports import Clock
 
-T = TypeVar("T")
-
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
-_TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-_OWN_HEADERS = frozenset({"content-type", "content-length", "transfer-encoding"})
-_SHORTEST_SECRET = 8
 _MAX_BACKOFF_DOUBLINGS = 16
+_FAIR_SHARE = 0.5
+"""A timeout is the server's fault where it had this share of its full deadline."""
+_HELD_UP = 1.5
+"""A timeout that fires this much too late comes from a busy event loop on this side."""
 
 
 @dataclass(frozen=True)
@@ -59,120 +56,95 @@ class ClientLimits:
     deadline_s: float = 120.0
     """For one call: waits for tokens, requests and pauses together."""
     request_deadline_s: float = 60.0
+    """For one request, beside what its length adds."""
+    request_deadline_s_per_1k_tokens: float = 1.0
+    """Added for each 1,000 tokens, prompt and new ones together."""
     max_retries: int = 4
     retry_backoff_s: float = 0.5
     """Upper end of the first pause; doubles with each retry, the pause is drawn from [0, end]."""
     max_inflight_tokens: int = 200_000
+    """At each server."""
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+
+    def request_deadline_for(self, num_tokens: int) -> float:
+        """Seconds that one request of this length may take."""
+        per_token_s = self.request_deadline_s_per_1k_tokens / 1000
+        return self.request_deadline_s + per_token_s * num_tokens
 
 
-class TokenBudget:
-    """A semaphore that counts tokens and serves in order of arrival.
+T = TypeVar("T")
+_BREAKER_FAILURES = frozenset({TryOutcome.TIMEOUT, TryOutcome.CONNECTION, TryOutcome.GATEWAY})
 
-    A request larger than the whole capacity takes all of it: it is admitted, alone.
-    """
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._used = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+class _Slot(NamedTuple):
+    """Leave to send one request."""
+
+    endpoint: Endpoint
+    weight: int
+    """Tokens of its budget."""
+    admission: int
+    """By its breaker."""
+
+
+@dataclass
+class _Call:
+    """What one call to ``generate`` knows across its tries."""
+
+    request: GenerateRequest
+    key: bytes
+    whole_s: float
+    """Seconds it had at its start."""
+    deadline: float
+    num_retries: int = 0
+    last: str = ""
+    """URL asked last."""
+    failed: set[str] = field(default_factory=set)
+    """URLs that have failed since the last time that none was left."""
 
     @property
-    def used(self) -> int:
-        """Tokens in flight."""
-        return self._used
-
-    async def acquire(self, num_tokens: int, *, timeout_s: float) -> int:
-        """Take ``num_tokens``, or the whole capacity where they are more.
-
-        Returns:
-            The tokens taken; give exactly these to ``release``.
-
-        Raises:
-            TimeoutError: they were not free within ``timeout_s``.
-        """
-        weight = min(num_tokens, self._capacity)
-        async with asyncio.timeout(timeout_s):
-            await self._wait_turn(weight)
-        return weight
-
-    def release(self, weight: int) -> None:
-        """Give back what ``acquire`` took."""
-        self._used -= weight
-        self._admit_waiting()
-
-    async def _wait_turn(self, weight: int) -> None:
-        if not self._waiting and self._used + weight <= self._capacity:
-            self._used += weight
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (weight, turn)
-        self._waiting.append(entry)
-        try:
-            # Waits for earlier requests to end; _admit_waiting frees it.
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release(weight)  # admitted and cancelled in the same moment
-            else:
-                self._waiting.remove(entry)
-                self._admit_waiting()  # whoever stood behind may fit now
-            raise
-
-    def _admit_waiting(self) -> None:
-        while self._waiting and self._used + self._waiting[0][0] <= self._capacity:
-            weight, turn = self._waiting.popleft()
-            if not turn.done():
-                self._used += weight
-                turn.set_result(None)
-
-
-class _RetryableError(Exception):
-    """An attempt that may go better next time; never leaves this module."""
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """A reply with status 200."""
-
-    content_type: str
-    body: bytes
+    def num_tokens(self) -> int:
+        return len(self.request.input_ids) + self.request.sampling_params.max_new_tokens
 
 
 class GenerateClient:
-    """Talks to one server; use it as an async context manager, or call ``close``.
+    """Talks to one server, or several of one model; an async context manager, or call ``close``.
 
     Args:
-        base_url: ``http(s)://host[:port][/prefix]``; the paths of the contract go behind it.
-        limits: deadlines, retries and the token cap.
-        headers: sent with every request, never logged; see ``read_headers_file``.
+        base_url: ``http(s)://host[:port][/prefix]``, or several; the paths of the contract go
+            behind it.
+        limits: deadlines, retries, the token cap, and when to leave a server alone.
+        headers: sent with every request, never logged; see ``headers.read_headers_file``.
         clock: for deadlines and pauses.
         rng: for the jitter of pauses; must not be one that a run's results depend on.
+        on_breaker: told the URL and the new state when a server is left alone, or is back.
     """
 
     def __init__(
         self,
-        base_url: str,
+        base_url: str | Sequence[str],
         *,
         limits: ClientLimits | None = None,
         headers: Mapping[str, str] | None = None,
         clock: Clock | None = None,
         rng: random.Random | None = None,
+        on_breaker: OnBreaker | None = None,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"server URL: expected http:// or https://, found {base_url!r}")
-        if "@" in base_url:
-            raise ConfigError("server URL holds credentials: put them into a headers file")
-        self.base_url = base_url.rstrip("/")
         self.limits = limits or ClientLimits()
-        self.budget = TokenBudget(self.limits.max_inflight_tokens)
-        self._headers = dict(headers or {})
+        self._transport = Transport(headers or {})
         self._clock: Clock = clock or SystemClock()
+        self._endpoints = Endpoints(
+            [
+                Endpoint(
+                    url,
+                    max_inflight_tokens=self.limits.max_inflight_tokens,
+                    breaker=self.limits.breaker,
+                    clock=self._clock,
+                    on_breaker=on_breaker,
+                )
+                for url in ([base_url] if isinstance(base_url, str) else base_url)
+            ]
+        )
         self._rng = rng or random.Random()
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -185,14 +157,43 @@ class GenerateClient:
     ) -> None:
         await self.close()
 
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        """The servers."""
+        return self._endpoints.all
+
+    @property
+    def base_url(self) -> str:
+        """The server's URL; of several, all."""
+        return ", ".join(endpoint.url for endpoint in self.endpoints)
+
+    @property
+    def budget(self) -> TokenBudget:
+        """Tokens in flight at the first server, which mostly is the only one."""
+        return self.endpoints[0].budget
+
+    @property
+    def num_inflight_tokens(self) -> int:
+        """At all servers."""
+        return sum(endpoint.budget.used for endpoint in self.endpoints)
+
+    @property
+    def tries(self) -> Counter[TryOutcome]:
+        """How the requests so far have ended, those for ``/health`` and the like included."""
+        return self._transport.tries
+
     async def close(self) -> None:
         """Close the pooled connections; a later call opens new ones."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        await self._transport.close()
+
+    def only(self, endpoint: Endpoint) -> GenerateClient:
+        """The same client, asking this one server; close only one of the two."""
+        narrowed = copy.copy(self)
+        narrowed._endpoints = Endpoints([endpoint])
+        return narrowed
 
     async def generate(
-        self, request: GenerateRequest, *, deadline_s: float | None = None
+        self, request: GenerateRequest, *, deadline_s: float | None = None, key: str | None = None
     ) -> GenerateReply:
         """Ask until there is an answer, the retries are used up, or the deadline comes.
 
@@ -200,211 +201,173 @@ class GenerateClient:
             request: one prompt; a retry after the first try gets its own ``rid``, because the
                 server may still be at work on the former one.
             deadline_s: for this call; by default the client's.
+            key: requests of one key go to one server while that has room (a group's id); by default
+                what the prompts share decides: the tokens before the first logprob.
 
         Raises:
             RequestRejectedError: a 4xx that is not retried, with the server's words and status.
-            ServerUnavailableError: no answer after all retries, or an error inside the server.
+            ServerUnavailableError: no answer after all retries, an error inside the server, or all
+                servers are left alone by their breakers.
             MalformedReplyError: an answer that is not one of the contract.
             DeadlineError: the deadline came first, or would come during the next pause.
         """
-        deadline = self._clock.now() + (
-            self.limits.deadline_s if deadline_s is None else deadline_s
-        )
-        num_retries = 0
+        return await self._ask(request, GenerateReply, deadline_s, key)
+
+    async def score(
+        self,
+        input_ids: Sequence[int],
+        start: int,
+        *,
+        extra_key: str | None = None,
+        deadline_s: float | None = None,
+        key: str | None = None,
+    ) -> NDArray[np.float64]:
+        """Have ``input_ids[start:]`` scored; ``start`` >= 1.
+
+        Args:
+            input_ids: context and scored tokens.
+            start: first scored token.
+            extra_key: prefixes are reused only among requests of one key; see ``version_key``.
+            deadline_s: as in ``generate``.
+            key: as in ``generate``.
+
+        Returns:
+            [len(input_ids) - start] nats, finite, <= 0.
+
+        Raises:
+            GenerateApiError, DeadlineError: what ``generate`` and ``decode_input_logprobs`` raise;
+                ``ServerUnavailableError`` also for a request that the server has aborted.
+        """
+        request = scoring_request(input_ids, start, extra_key=extra_key)
+        reply = await self._ask(request, ScoringReply, deadline_s, key)
+        finish = reply.meta_info.finish_reason
+        if finish is not None and finish.type == "abort":
+            why = finish.message or "no reason given"
+            raise ServerUnavailableError(f"{self.base_url} aborted the request: {why}")
+        return decode_input_logprobs(reply, input_ids=input_ids, start=start)
+
+    async def _ask(
+        self, request: GenerateRequest, form: type[T], deadline_s: float | None, key: str | None
+    ) -> T:
+        whole_s = self.limits.deadline_s if deadline_s is None else deadline_s
+        call = _Call(request, self._key(request, key), whole_s, self._clock.now() + whole_s)
         while True:
             try:
-                return await self._attempt(_renamed(request, num_retries), deadline)
-            except _RetryableError as failure:
-                if num_retries == self.limits.max_retries:
-                    raise ServerUnavailableError(
-                        f"no answer after {num_retries + 1} tries; last: {failure}"
-                    ) from failure.__cause__
-                pause = self._pause(num_retries, failure.retry_after_s)
-                if self._clock.now() + pause >= deadline:
-                    raise DeadlineError(
-                        f"the next try would start in {pause:.3g} s, past the deadline, "
-                        f"after {num_retries + 1} tries; last: {failure}"
-                    ) from failure.__cause__
+                return self._transport.decode(await self._attempt(call), form)
+            except RetryableError as failure:
+                pause = self._pause_after(failure, call)
             # Holds no share of the token budget: others go on meanwhile.
             await self._clock.sleep(pause)
-            num_retries += 1
+            call.num_retries += 1
 
     async def health(self) -> bool:
-        """True when ``/health`` answers 200 within the request deadline; asks once."""
-        try:
-            await self._ask_once("/health")
-        except GenerateApiError:
-            return False
-        return True
+        """True when a server's ``/health`` answers 200 in its deadline; asks each at most once."""
+        for endpoint in self.endpoints:
+            try:
+                await self._ask_once(endpoint, "/health")
+            except GenerateApiError:
+                continue
+            return True
+        return False
 
     async def model_info(self) -> ModelInfo:
-        """What the server says about its model; asks once. Raises ``GenerateApiError``."""
-        return self._decode(await self._ask_once("/model_info"), ModelInfo)
+        """What the first server says about its model; asks once. Raises ``GenerateApiError``."""
+        return await self._model_info(self.endpoints[0])
 
-    async def _attempt(self, request: GenerateRequest, deadline: float) -> GenerateReply:
-        num_tokens = len(request.input_ids) + request.sampling_params.max_new_tokens
-        payload = encode_request(request)
-        remaining = deadline - self._clock.now()
+    async def model_infos(self) -> dict[str, ModelInfo]:
+        """What each server says about its model, by URL; asks once. Raises ``GenerateApiError``."""
+        return {each.url: await self._model_info(each) for each in self.endpoints}
+
+    async def _model_info(self, endpoint: Endpoint) -> ModelInfo:
+        return self._transport.decode(await self._ask_once(endpoint, "/model_info"), ModelInfo)
+
+    def _key(self, request: GenerateRequest, key: str | None) -> bytes:
+        if len(self.endpoints) == 1:
+            return b""
+        if key is not None:
+            return key.encode()
+        start = request.logprob_start_len
+        shared = request.input_ids[: start if start > 0 else None]
+        return np.asarray(shared, dtype=np.int64).tobytes()
+
+    async def _attempt(self, call: _Call) -> Answer:
+        """One try, with a slot of its own; raises what ``Transport.exchange`` does."""
+        slot = await self._take_slot(call)
+        call.last = slot.endpoint.url
+        full_s = self.limits.request_deadline_for(call.num_tokens)
+        timeout_s = min(full_s, call.deadline - self._clock.now())
+        started = self._clock.now()
+        is_failure: bool | None = None  # cancelled: that says nothing about the server
         try:
-            # Waits for tokens of other requests; each of them is bounded by its own deadline.
-            weight = await self.budget.acquire(num_tokens, timeout_s=remaining)
-        except TimeoutError as exc:
-            raise DeadlineError(
-                f"{self.base_url}: {num_tokens} tokens did not become free within {remaining:.3g} s"
-                f" ({self.budget.used} of {self.limits.max_inflight_tokens} in flight)"
-            ) from exc
-        try:
-            timeout_s = min(self.limits.request_deadline_s, deadline - self._clock.now())
-            answer = await self._exchange("POST", "/generate", payload, timeout_s)
+            answer = await self._transport.exchange(
+                "POST", slot.endpoint.url, "/generate", self._payload(call), timeout_s
+            )
+            is_failure = False
+        except RetryableError as failure:
+            is_failure = failure.outcome in _BREAKER_FAILURES
+            had_little = timeout_s < _FAIR_SHARE * min(full_s, call.whole_s)
+            was_held_up = self._clock.now() - started > _HELD_UP * timeout_s
+            if failure.outcome is TryOutcome.TIMEOUT and (had_little or was_held_up):
+                is_failure = None
+            raise
+        except GenerateApiError:
+            is_failure = False
+            raise
         finally:
-            self.budget.release(weight)
-        return self._decode(answer, GenerateReply)
+            slot.endpoint.breaker.record(slot.admission, is_failure=is_failure)
+            slot.endpoint.budget.release(slot.weight)
+        return answer
 
-    async def _ask_once(self, path: str) -> _Answer:
+    async def _take_slot(self, call: _Call) -> _Slot:
+        """Choose a server, take the request's share of its token cap, and pass its breaker."""
+        while True:
+            endpoint = self._endpoints.choose(call.num_tokens, call.key, failed=call.failed)
+            remaining = call.deadline - self._clock.now()
+            try:
+                # Waits for tokens of other requests; each of them is bounded by its own deadline.
+                weight = await endpoint.budget.acquire(call.num_tokens, timeout_s=remaining)
+            except TimeoutError as exc:
+                raise DeadlineError(
+                    f"{endpoint.url}: {call.num_tokens} tokens did not become free within "
+                    f"{remaining:.3g} s ({endpoint.budget.used} of {endpoint.budget.capacity} in "
+                    "flight)"
+                ) from exc
+            if endpoint.breaker.is_admitting:
+                return _Slot(endpoint, weight, endpoint.breaker.admit())
+            # Its breaker opened during the wait; another server may be left.
+            endpoint.budget.release(weight)
+
+    def _payload(self, call: _Call) -> bytes:
+        request = call.request
+        if call.num_retries and request.rid is not None:
+            name = f"{request.rid}_retry{call.num_retries}"
+            request = msgspec.structs.replace(request, rid=name)
+        return encode_request(request)
+
+    async def _ask_once(self, endpoint: Endpoint, path: str) -> Answer:
         try:
-            return await self._exchange("GET", path, None, self.limits.request_deadline_s)
-        except _RetryableError as failure:
+            return await self._transport.exchange(
+                "GET", endpoint.url, path, None, self.limits.request_deadline_s
+            )
+        except RetryableError as failure:
             raise ServerUnavailableError(str(failure)) from failure.__cause__
 
-    async def _exchange(
-        self, method: str, path: str, payload: bytes | None, timeout_s: float
-    ) -> _Answer:
-        """Send one request; what comes back has status 200."""
-        where = self.base_url + path
-        try:
-            # Waits for the server, up to the request's deadline.
-            async with (
-                asyncio.timeout(timeout_s),
-                self._open_session().request(
-                    method, where, data=payload, allow_redirects=False
-                ) as response,
-            ):
-                body = await response.read()
-        except TimeoutError as exc:
-            raise _RetryableError(f"{where}: no answer within {timeout_s:.3g} s") from exc
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as exc:
-            raise _RetryableError(f"{where}: {type(exc).__name__}: {exc}") from exc
-        except aiohttp.ClientError as exc:
-            raise MalformedReplyError(f"{where}: {type(exc).__name__}: {exc}") from exc
-        self._check_status(where, response.status, response.headers, body)
-        return _Answer(response.content_type, body)
-
-    def _check_status(
-        self, where: str, status: int, headers: Mapping[str, str], body: bytes
-    ) -> None:
-        if status == 200:
-            return
-        said = f"{where}: HTTP {status}: {error_message(self._redacted(body))}"
-        if status in RETRIED_STATUSES:
-            raise _RetryableError(said, retry_after_s(headers))
-        if 400 <= status < 500:
-            raise RequestRejectedError(said, status=status)
-        raise ServerUnavailableError(said)
-
-    def _decode(self, answer: _Answer, form: type[T]) -> T:
-        if answer.content_type != "application/json":
-            raise MalformedReplyError(
-                f"{self.base_url}: answered with content type {answer.content_type}, expected "
-                f"application/json; it says: {error_message(self._redacted(answer.body))}"
-            )
-        try:
-            return decode_json(answer.body, form)
-        except MalformedReplyError as exc:
-            start = self._redacted(answer.body)[:80]
-            raise MalformedReplyError(f"{self.base_url}: {exc}; it starts with {start!r}") from None
-
-    def _pause(self, num_retries: int, retry_after: float | None) -> float:
-        doublings = min(num_retries, _MAX_BACKOFF_DOUBLINGS)
-        jitter = self._rng.uniform(0.0, self.limits.retry_backoff_s * 2.0**doublings)
-        # On top of Retry-After, else all that were refused together come back together.
-        return (retry_after or 0.0) + jitter
-
-    def _redacted(self, body: bytes) -> bytes:
-        """Some servers repeat a refused key in their answer; errors get logged."""
-        for value in self._headers.values():
-            for part in (value, *value.split()):
-                if len(part) >= _SHORTEST_SECRET:
-                    body = body.replace(part.encode(), b"[redacted]")
-        return body
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                # The token budget bounds what is in flight. A second queue, inside the connector,
-                # would count against the request's deadline.
-                connector=aiohttp.TCPConnector(limit=0),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={**self._headers, "Content-Type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=None),
-            )
-        return self._session
-
-
-def _renamed(request: GenerateRequest, num_retries: int) -> GenerateRequest:
-    if num_retries == 0 or request.rid is None:
-        return request
-    return msgspec.structs.replace(request, rid=f"{request.rid}_retry{num_retries}")
-
-
-def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a ``Retry-After`` header asks for; None without one that can be read.
-
-    A date is taken relative to the reply's own ``Date``, so the two clocks need not agree.
-    """
-    value = headers.get("Retry-After", "").strip()
-    try:
-        seconds = float(value)
-    except ValueError:
-        until = _http_date(value)
-        if until is None:
-            return None
-        seconds = (
-            until - (_http_date(headers.get("Date", "")) or datetime.now(UTC))
-        ).total_seconds()
-    return max(seconds, 0.0) if math.isfinite(seconds) else None
-
-
-def _http_date(value: str) -> datetime | None:
-    try:
-        date = parsedate_to_datetime(value)
-    except ValueError:
-        return None
-    return date if date.tzinfo else date.replace(tzinfo=UTC)
-
-
-def read_headers_file(path: Path) -> dict[str, str]:
-    """Read ``Name: value`` lines; blank lines and lines that start with ``#`` are skipped.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is no header. The message never quotes the
-            line, which may hold a secret.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = getattr(exc, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"headers file {path}: {reason}") from None
-    headers: dict[str, str] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        name, colon, value = line.partition(":")
-        problem = _header_problem(name, colon, value.strip(), headers)
-        if problem:
-            raise ConfigError(f"headers file {path}, line {number}: {problem}")
-        headers[name] = value.strip()
-    return headers
-
-
-def _header_problem(name: str, colon: str, value: str, former: Mapping[str, str]) -> str | None:
-    if not colon:
-        return "expected `Name: value`, found no colon"
-    if not _TOKEN.fullmatch(name):
-        return "the name before the colon is no header name (letters, digits and -)"
-    if not value or not value.isascii() or not value.isprintable():
-        return f"the value of {name} is empty or holds characters outside printable ASCII"
-    if name.lower() in _OWN_HEADERS:
-        return f"{name} is set by the client itself"
-    if name.lower() in {other.lower() for other in former}:
-        return f"{name} occurs twice"
-    return None
+    def _pause_after(self, failure: RetryableError, call: _Call) -> float:
+        """Seconds until the next try; raises where there is none."""
+        if call.num_retries == self.limits.max_retries:
+            raise ServerUnavailableError(
+                f"no answer after {call.num_retries + 1} tries; last: {failure}"
+            ) from failure.__cause__
+        call.failed.add(call.last)
+        doublings = min(call.num_retries, _MAX_BACKOFF_DOUBLINGS)
+        pause = self._rng.uniform(0.0, self.limits.retry_backoff_s * 2.0**doublings)
+        if not self._endpoints.has_other(call.failed):
+            # On top of Retry-After, else all that were refused together come back together.
+            pause += failure.retry_after_s or 0.0
+            call.failed.clear()
+        if self._clock.now() + pause >= call.deadline:
+            raise DeadlineError(
+                f"the next try would start in {pause:.3g} s, past the deadline, "
+                f"after {call.num_retries + 1} tries; last: {failure}"
+            ) from failure.__cause__
+        return pause

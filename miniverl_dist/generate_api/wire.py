@@ -63,6 +63,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     return_text_in_logprobs: bool = False
     rid: str | None = None
     extra_key: str | None = None
+    return_routed_experts: bool = False
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,6 +101,8 @@ class MetaInfo(msgspec.Struct, frozen=True):
     output_token_logprobs: tuple[LogprobEntry, ...] | None = None
     input_top_logprobs: tuple[Any, ...] | None = None
     output_top_logprobs: tuple[Any, ...] | None = None
+    routed_experts: str | None = None
+    """base64 of int32 [prompt and output - 1, layers, experts per token]; see `schemas.routing`."""
     e2e_latency: float | None = None
 
 
@@ -109,6 +112,30 @@ class GenerateReply(msgspec.Struct, frozen=True):
     meta_info: MetaInfo
     output_ids: tuple[int, ...] = ()
     text: str = ""
+
+
+class ScoredToken(msgspec.Struct, array_like=True, gc=False):
+    """An entry of ``input_token_logprobs`` as a scorer needs it; a text behind it is skipped.
+
+    Without ``gc=False`` a long reply sets off the garbage collector, several times; ``frozen``
+    would cost another 5 %.
+    """
+
+    logprob: float | None
+    token_id: int
+
+
+class ScoringMeta(msgspec.Struct, frozen=True):
+    """What a scorer needs of ``MetaInfo``."""
+
+    finish_reason: FinishReason | None
+    input_token_logprobs: list[ScoredToken] | None = None
+
+
+class ScoringReply(msgspec.Struct, frozen=True):
+    """Reply to ``scoring_request``: the form that decodes fastest."""
+
+    meta_info: ScoringMeta
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -147,6 +174,7 @@ class _WireRequest(msgspec.Struct, frozen=True):
     return_text_in_logprobs: bool | None = None
     rid: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
+    return_routed_experts: bool | list[bool] | None = None
     stream: bool | None = None
 
 
@@ -191,6 +219,7 @@ def decode_requests(data: bytes) -> tuple[list[GenerateRequest], bool]:
         [bool(wire.return_text_in_logprobs)] * count,
         _spread("rid", _separate(wire.rid, count), count, None),
         _spread("extra_key", wire.extra_key, count, None),
+        _spread("return_routed_experts", wire.return_routed_experts, count, default=False),
     )
     return [
         GenerateRequest(ids, *fields) for ids, *fields in zip(prompts, *columns, strict=True)
@@ -287,11 +316,27 @@ def _one_line(text: str) -> str:
     return line[:_MAX_MESSAGE_CHARS] or "(empty body)"
 
 
-def scoring_request(input_ids: Sequence[int], start: int) -> GenerateRequest:
+def version_key(policy_version: int) -> str:
+    """The ``extra_key`` of requests to an engine whose weights change.
+
+    A prefix cache that is not flushed at a publish answers with the old weights' values; prefixes
+    of another key are not reused.
+    """
+    return f"policy-{policy_version}"
+
+
+def scoring_request(
+    input_ids: Sequence[int], start: int, *, extra_key: str | None = None
+) -> GenerateRequest:
     """Ask for the logprobs of ``input_ids[start:]``; ``start`` >= 1, nothing predicts token 0.
 
     The list asked for starts one token earlier, because its first entry has no logprob. An earlier
     start would cost memory and keep the server from reusing its prefix cache.
+
+    Args:
+        input_ids: context and scored tokens.
+        start: first scored token.
+        extra_key: prefixes are reused only among requests of one key; see ``version_key``.
     """
     if not 1 <= start <= len(input_ids):
         raise ValueError(f"scoring starts at token {start}, expected 1 to {len(input_ids)}")
@@ -300,11 +345,12 @@ def scoring_request(input_ids: Sequence[int], start: int) -> GenerateRequest:
         sampling_params=SamplingParams(max_new_tokens=0),
         return_logprob=True,
         logprob_start_len=start - 1,
+        extra_key=extra_key,
     )
 
 
 def decode_input_logprobs(
-    reply: GenerateReply, *, input_ids: Sequence[int], start: int
+    reply: GenerateReply | ScoringReply, *, input_ids: Sequence[int], start: int
 ) -> NDArray[np.float64]:
     """Take the scores of ``input_ids[start:]`` out of the reply to ``scoring_request``.
 
@@ -316,26 +362,37 @@ def decode_input_logprobs(
         NotFiniteError: a later entry that is null, NaN, infinite or above 0.
     """
     entries = reply.meta_info.input_token_logprobs
-    asked = tuple(input_ids[start - 1 :])
+    asked = list(input_ids[start - 1 :])
     if entries is None or len(entries) != len(asked):
         found = "no input_token_logprobs" if entries is None else f"{len(entries)} entries"
         raise ReplyMismatchError(
             f"reply has {found}, expected {len(asked)} for tokens {start - 1} to {len(input_ids)}"
         )
-    echoed = tuple([entry[1] for entry in entries])
+    echoed, values = _columns(entries)
     if echoed != asked:
         where = next(i for i, (a, b) in enumerate(zip(echoed, asked, strict=True)) if a != b)
         raise ReplyMismatchError(
             f"reply is about token id {echoed[where]} at position {start - 1 + where}, "
             f"the request has id {asked[where]} there"
         )
-    if entries[0][0] is not None:
+    if values[0] is not None:
         raise ReplyMismatchError(
-            f"first entry of input_token_logprobs carries logprob {entries[0][0]}, expected null: "
+            f"first entry of input_token_logprobs carries logprob {values[0]}, expected null: "
             "the list may be shifted by one"
         )
-    values = [np.nan if entry[0] is None else entry[0] for entry in entries[1:]]
-    return checked_logprobs(np.array(values, dtype=np.float64), first_position=start)
+    # What is missing becomes NaN, which the check refuses.
+    return checked_logprobs(np.array(values[1:], dtype=np.float64), first_position=start)
+
+
+def _columns(
+    entries: Sequence[LogprobEntry] | Sequence[ScoredToken],
+) -> tuple[list[int], list[float | None]]:
+    """Ids and logprobs."""
+    if isinstance(entries[0], ScoredToken):
+        tokens = cast("Sequence[ScoredToken]", entries)
+        return [token.token_id for token in tokens], [token.logprob for token in tokens]
+    rows = cast("Sequence[LogprobEntry]", entries)
+    return [row[1] for row in rows], [row[0] for row in rows]
 
 
 def checked_logprobs(

@@ -27,6 +27,8 @@ class Event(StrEnum):
     RUN_FAILED = "run_failed"
     ALARM = "alarm"
     """A number that no healthy run shows, for instance no tool call in a whole step."""
+    ENGINE_MISMATCH = "engine_mismatch"
+    """Trainer and engine disagree on a step's tokens by more than ``loss.mismatch_alarm_*``."""
 
     TEACHER_FITTED = "teacher_fitted"
     WARMUP_STEP = "warmup_step"
@@ -45,6 +47,14 @@ class Event(StrEnum):
     """An episode ended by deadline, environment or engine; it is not trained on."""
     TEACHER_REFUSED = "teacher_refused"
     """A trajectory without a teacher score, with the typed reason."""
+    TEACHER_LEFT_ALONE = "teacher_left_alone"
+    """A teacher server hangs or cannot be reached; its breaker opened, calls to it fail at once."""
+    TEACHER_TRIED = "teacher_tried"
+    """One call was let through to a teacher server that had been left alone."""
+    TEACHER_BACK = "teacher_back"
+    """A teacher server that had been left alone answers again."""
+    PREFIXES_SCORED = "prefixes_scored"
+    """At the end of a run: what scoring episodes while they ran has come to, in counts."""
 
     STEP_FINISHED = "step_finished"
     BATCH_EMPTY = "batch_empty"

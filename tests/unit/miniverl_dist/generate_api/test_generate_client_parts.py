@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniverl_dist.errors import ConfigError
-from miniverl_dist.generate_api.client import TokenBudget, read_headers_file, retry_after_s
+from miniverl_dist.generate_api.budget import TokenBudget
+from miniverl_dist.generate_api.headers import read_headers_file, retry_after_s
 
 
 async def test_the_cap_counts_tokens_and_an_oversized_request_goes_alone() -> None:
@@ -47,6 +48,35 @@ async def test_a_cancelled_wait_lets_the_next_one_pass() -> None:
     assert budget.used == 4
 
 
+async def test_a_wait_that_is_cancelled_while_tokens_come_back_ends_cleanly() -> None:
+    """The entry still stands in the queue when `release` looks at it."""
+    budget = TokenBudget(10)
+    held = await budget.acquire(10, timeout_s=1)
+    gone = asyncio.create_task(budget.acquire(10, timeout_s=1))
+    behind = asyncio.create_task(budget.acquire(3, timeout_s=1))
+    await asyncio.sleep(0)
+    assert budget.outstanding == 23
+    gone.cancel()
+    budget.release(held)
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert await behind == 3
+    assert budget.outstanding == budget.used == 3
+
+
+async def test_room_is_what_an_arrival_would_not_wait_for() -> None:
+    budget = TokenBudget(10)
+    assert budget.has_room(1000)  # goes alone
+    await budget.acquire(6, timeout_s=1)
+    assert [budget.has_room(n) for n in (4, 5, 1000)] == [True, False, False]
+    waiting = asyncio.create_task(budget.acquire(5, timeout_s=1))
+    await asyncio.sleep(0)
+    assert not budget.has_room(1)  # somebody came first
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert budget.has_room(4)
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     capacity=st.integers(1, 20),
@@ -72,8 +102,9 @@ def test_the_budget_never_overflows_and_serves_in_order(
         await asyncio.sleep(0)
         for index in cancelled & set(range(len(tasks))):
             tasks[index].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return order, budget.used
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(each) for each in ended} <= {type(None), asyncio.CancelledError}
+        return order, budget.used + budget.outstanding
 
     order, used = asyncio.run(run())
     assert used == 0

@@ -356,3 +356,15 @@ def test_scores_come_back_as_they_were_sent(ids: list[int], data: st.DataObject)
     body = encode_replies([GenerateReply(meta)], is_batch=False)
     scores = decode_input_logprobs(decode_reply(body), input_ids=ids, start=start)
     assert scores.tolist() == [min(value, 0.0) for value in values]
+
+
+def test_routed_experts_are_asked_for_by_prompt_and_come_back_as_text() -> None:
+    [one], _ = decode_requests(encode_request(GenerateRequest((1,), return_routed_experts=True)))
+    assert one.return_routed_experts
+    body = b'{"input_ids": [[1], [2]], "return_routed_experts": [true, false]}'
+    both, _ = decode_requests(body)
+    assert [each.return_routed_experts for each in both] == [True, False]
+    meta = MetaInfo("x", None, 1, 0, routed_experts="AAAA")
+    assert decode_reply(encode_replies([GenerateReply(meta)], is_batch=False)).meta_info == meta
+    plain = encode_replies([GenerateReply(MetaInfo("x", None, 1, 0))], is_batch=False)
+    assert b"routed_experts" not in plain

@@ -1,0 +1,165 @@
+"""One exchange with a server: a request, a deadline, and what kind of end it came to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
+
+import aiohttp
+
+from miniverl_dist.errors import MalformedReplyError, RequestRejectedError, ServerUnavailableError
+from miniverl_dist.generate_api.headers import retry_after_s
+from miniverl_dist.generate_api.wire import decode_json, error_message
+
+T = TypeVar("T")
+
+RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+GATEWAY_STATUSES = frozenset({502, 504})
+"""A proxy in front says that the server hangs or is not there."""
+_SHORTEST_SECRET = 8
+
+
+class TryOutcome(StrEnum):
+    """How one request ended."""
+
+    ANSWERED = "answered"
+    """Status 200; what it says is checked later."""
+    BUSY = "busy"
+    """429 or 503."""
+    GATEWAY = "gateway"
+    """502 or 504."""
+    TIMEOUT = "timeout"
+    CONNECTION = "connection"
+    """Refused, reset, or a body that ends early."""
+    REJECTED = "rejected"
+    """Another 4xx."""
+    SERVER_ERROR = "server_error"
+    """500, a redirect, or anything else that is no answer."""
+    NOT_HTTP = "not_http"
+
+
+class RetryableError(Exception):
+    """A try that may go better next time; never leaves this package."""
+
+    def __init__(
+        self, message: str, outcome: TryOutcome, *, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.retry_after_s = retry_after_s
+
+
+class Answer(NamedTuple):
+    """A reply with status 200."""
+
+    url: str
+    content_type: str
+    body: bytes
+
+
+class Transport:
+    """The pooled session, shared by all servers of a client; opened when first used.
+
+    Args:
+        headers: sent with every request, never logged.
+    """
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self.tries: Counter[TryOutcome] = Counter()
+        """How requests of every kind have ended."""
+        self._headers = dict(headers)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close the pooled connections; a later exchange opens new ones."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
+
+    async def exchange(
+        self, method: str, url: str, path: str, payload: bytes | None, timeout_s: float
+    ) -> Answer:
+        """Send one request; what comes back has status 200.
+
+        Raises:
+            RetryableError: a hang, a broken connection, or a status of ``RETRIED_STATUSES``.
+            RequestRejectedError: another 4xx.
+            ServerUnavailableError: any other status.
+            MalformedReplyError: whatever answers does not speak HTTP.
+        """
+        where = url + path
+        try:
+            # Waits for the server, up to the request's deadline.
+            async with (
+                asyncio.timeout(timeout_s),
+                self._open_session().request(
+                    method, where, data=payload, allow_redirects=False
+                ) as response,
+            ):
+                body = await response.read()
+        except TimeoutError as exc:
+            message = f"{where}: no answer within {timeout_s:.3g} s"
+            raise self._retryable(message, TryOutcome.TIMEOUT) from exc
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as exc:
+            message = f"{where}: {type(exc).__name__}: {exc}"
+            raise self._retryable(message, TryOutcome.CONNECTION) from exc
+        except aiohttp.ClientError as exc:
+            self.tries[TryOutcome.NOT_HTTP] += 1
+            raise MalformedReplyError(f"{where}: {type(exc).__name__}: {exc}") from exc
+        if response.status != 200:
+            self._refuse(where, response.status, response.headers, body)
+        self.tries[TryOutcome.ANSWERED] += 1
+        return Answer(url, response.content_type, body)
+
+    def decode(self, answer: Answer, form: type[T]) -> T:
+        """Read the body; raises ``MalformedReplyError`` where it is not of this form."""
+        if answer.content_type != "application/json":
+            raise MalformedReplyError(
+                f"{answer.url}: answered with content type {answer.content_type}, expected "
+                f"application/json; it says: {error_message(self._redacted(answer.body))}"
+            )
+        try:
+            return decode_json(answer.body, form)
+        except MalformedReplyError as exc:
+            start = self._redacted(answer.body)[:80]
+            raise MalformedReplyError(f"{answer.url}: {exc}; it starts with {start!r}") from None
+
+    def _refuse(self, where: str, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        said = f"{where}: HTTP {status}: {error_message(self._redacted(body))}"
+        if status in RETRIED_STATUSES:
+            outcome = TryOutcome.GATEWAY if status in GATEWAY_STATUSES else TryOutcome.BUSY
+            raise self._retryable(said, outcome, retry_after_s=retry_after_s(headers))
+        if 400 <= status < 500:
+            self.tries[TryOutcome.REJECTED] += 1
+            raise RequestRejectedError(said, status=status)
+        self.tries[TryOutcome.SERVER_ERROR] += 1
+        raise ServerUnavailableError(said)
+
+    def _retryable(
+        self, message: str, outcome: TryOutcome, *, retry_after_s: float | None = None
+    ) -> RetryableError:
+        self.tries[outcome] += 1
+        return RetryableError(message, outcome, retry_after_s=retry_after_s)
+
+    def _redacted(self, body: bytes) -> bytes:
+        """Some servers repeat a refused key in their answer; errors get logged."""
+        for value in self._headers.values():
+            for part in (value, *value.split()):
+                if len(part) >= _SHORTEST_SECRET:
+                    body = body.replace(part.encode(), b"[redacted]")
+        return body
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # The token budget bounds what is in flight. A second queue, inside the connector,
+                # would count against the request's deadline.
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={**self._headers, "Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+        return self._session
