@@ -249,6 +249,19 @@ def report(
     typer.echo(f"wrote {written.summary} and {written.page}")
 
 
+serve = typer.Typer(cls=Commands, help="Serve one role of a run by itself.", no_args_is_help=True)
+app.add_typer(serve, name="serve")
+
+
+@serve.command("teacher")
+def serve_teacher(config: ConfigFile, override: Overrides = None) -> None:
+    """Serve a teacher until SIGTERM; prints its URL as one JSON line once it answers."""
+    from actors import serve as services
+    from miniverl_dist.config.load import load_teacher_service
+
+    services.serve_teacher(load_teacher_service(config, override or []), typer.echo)
+
+
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine has and lacks; exit code 1 if the local loop cannot run."""

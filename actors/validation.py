@@ -6,7 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actors.teacher_side import TEACHER_FOLDER, TEACHER_SEAL_FILE
-from miniverl_dist.config.load import load_config, load_run_config
+from miniverl_dist.config.load import (
+    config_kind,
+    load_config,
+    load_run_config,
+    load_teacher_service,
+)
 from miniverl_dist.errors import ConfigError, RecordError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.metrics import metric_line
@@ -37,6 +42,9 @@ def validate_path(path: Path) -> str:
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder")
     if path.suffix in _RECIPES:
+        if config_kind(path) is not None:
+            service = load_teacher_service(path)
+            return f"teacher service {service.name}, kind {service.kind}"
         config = load_config(path).config
         return f"recipe {config.name}, objective {config.objective}, {config.policy_label}"
     if path.suffix == ".jsonl":

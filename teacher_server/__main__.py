@@ -13,9 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from miniverl_dist.errors import MiniverlError, MissingDependencyError
-from miniverl_dist.generate_api.app import LOOPBACK, serve_until_signal
-from teacher_server.app import TextScorer, build_teacher_app
+from pydantic import ValidationError
+
+from miniverl_dist.config.problems import explain_in_line
+from miniverl_dist.config.serve import LocalTeacherService
+from miniverl_dist.errors import ConfigError, MiniverlError
+from miniverl_dist.generate_api.app import LOOPBACK
+from teacher_server.service import serve_local
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -27,6 +31,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model_dir", type=Path, help="a toy model folder, or a Hugging Face one")
     parser.add_argument("--host", default=LOOPBACK)
     parser.add_argument("--port", type=int, default=0, help="0 picks a free port")
+    parser.add_argument("--token-file", type=Path, help="asked of clients as a bearer token")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (toy: cpu only)")
     parser.add_argument("--num-threads", type=int, help="for torch; by default torch's choice")
@@ -38,34 +43,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve; returns the exit status."""
     options = parse_arguments(arguments)
     try:
-        scorer = _load(options)
-        asyncio.run(
-            serve_until_signal(
-                build_teacher_app(scorer),
-                host=options.host,
-                port=options.port,
-                shutdown_deadline_s=options.shutdown_deadline_s,
-                announce=lambda url: _announce(url, scorer.name),
-            )
-        )
+        asyncio.run(serve_local(_config(options), _announce))
     except (MiniverlError, OSError) as exc:  # a folder that is no model, a port that is taken
         sys.stderr.write(f"{exc}\n")
         return 2
     return 0
 
 
-def _load(options: argparse.Namespace) -> TextScorer:
-    # Here, not at the top: a wrong command line should not wait for torch to be imported.
+def _config(options: argparse.Namespace) -> LocalTeacherService:
     try:
-        from teacher_server.scorer import load_scorer, set_num_threads
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"scoring needs {error.name}: pip install 'miniverl-dist[local]'"
-        ) from error
-
-    if options.num_threads is not None:
-        set_num_threads(options.num_threads)
-    return load_scorer(options.model_dir, dtype=options.dtype, device=options.device)
+        return LocalTeacherService(
+            kind="local",
+            name=options.model_dir.name,
+            model=options.model_dir,
+            dtype=options.dtype,
+            device=options.device,
+            num_threads=options.num_threads,
+            host=options.host,
+            port=options.port,
+            token_file=options.token_file,
+            drain_deadline_s=options.shutdown_deadline_s,
+        )
+    except ValidationError as exc:
+        raise ConfigError(explain_in_line(exc, LocalTeacherService)) from None
 
 
 def _announce(url: str, model: str) -> None:

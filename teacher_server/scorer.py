@@ -8,9 +8,9 @@ Shapes: L tokens of a text, H hidden size, V rows of the output projection, n <=
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,17 +19,12 @@ from numpy.typing import NDArray
 
 from miniverl_dist.backends.toy_model import ToyModel
 from miniverl_dist.backends.weights_io import MODEL_FILE, load_toy_folder
-from miniverl_dist.errors import (
-    ConfigError,
-    MissingDependencyError,
-    RequestRejectedError,
-    TokenizerMismatchError,
-)
+from miniverl_dist.errors import ConfigError, RequestRejectedError, TokenizerMismatchError
+from teacher_server.batching import BatchLimits, ScoredBatch, ScoreJob, ScoreResult, TopTokens
+from teacher_server.scorer_batches import PrefixBatcher
+from teacher_server.scorer_hf import load_hf
 
 SMALLEST_BUCKET = 128
-_PROBE_TOKENS = 8
-_PROBE_TOLERANCE = 2e-2
-"""Relative to the largest logit; what bfloat16 may differ by between two orders of summation."""
 
 
 class CausalLM(Protocol):
@@ -49,6 +44,9 @@ class CausalLM(Protocol):
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
         """[L, H] states behind the final norm."""
 
+    def ids(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token ids of output rows."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V]."""
 
@@ -56,8 +54,9 @@ class CausalLM(Protocol):
 class ToyCausalLM:
     """The toy decoder as a scorer's model.
 
-    Texts are padded on the right to a few fixed lengths, and scored one at a time: a score depends
-    on the text alone, bit for bit, whatever else the server is asked.
+    Texts are padded on the right to a few fixed lengths, and scored one at a time from their first
+    token on: a score depends on the text alone, bit for bit, whatever else the server is asked. A
+    prefix taken from a cache would be computed in another shape, and differ in the last bits.
     """
 
     def __init__(self, model: ToyModel) -> None:
@@ -81,78 +80,25 @@ class ToyCausalLM:
         padding = min(bucket, self.max_context_tokens) - length
         return self._model.hidden(F.pad(rows, (0, padding))[None])[0, :length]
 
+    def ids(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Real ids of rows of the sub-vocabulary."""
+        return np.asarray(self._model.vocabulary.ids, dtype=np.int64)[rows]
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V]."""
         return F.linear(hidden, self._model.head)
 
 
-class HFCausalLM:
-    """A transformers causal LM as a scorer's model.
-
-    Args:
-        model: an ``AutoModelForCausalLM`` in evaluation mode.
-
-    Raises:
-        ConfigError: its logits are not simply its output projection of its last hidden states
-            (a soft cap, a scale), so that scores computed here would be wrong.
-    """
-
-    def __init__(self, model: Any) -> None:  # noqa: ANN401 - transformers is optional and untyped
-        self._body = model.base_model
-        self._head = model.get_output_embeddings()
-        config = model.config.get_text_config()
-        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self.max_context_tokens = int(config.max_position_embeddings)
-        self._device = model.device
-        if getattr(config, "final_logit_softcapping", None):
-            raise ConfigError(
-                f"{config.model_type} caps its logits (final_logit_softcapping), which this scorer "
-                "does not do; serve the model with SGLang instead"
-            )
-        self._probe(model)
-
-    @torch.inference_mode()
-    def _probe(self, model: Any) -> None:  # noqa: ANN401 - transformers is optional and untyped
-        rows = torch.arange(min(_PROBE_TOKENS, self.vocab_size, self.max_context_tokens))
-        expected = model(input_ids=rows[None].to(self._device), use_cache=False).logits[0].float()
-        found = self.logits(self.hidden(rows)).float()
-        difference = float((found - expected).abs().max() / expected.abs().max())
-        if not difference <= _PROBE_TOLERANCE:
-            raise ConfigError(
-                f"{model.config.model_type}: its logits differ from its output projection of its "
-                f"last hidden states (by {difference:.3g} of the largest logit), so this scorer "
-                "cannot compute them; serve the model with SGLang instead"
-            )
-
-    def rows(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[L] the ids themselves."""
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            raise RequestRejectedError(
-                f"token ids from {min(token_ids)} to {max(token_ids)}, the model has "
-                f"0 to {self.vocab_size - 1}"
-            )
-        return torch.tensor(token_ids, dtype=torch.int64)
-
-    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
-        """[L, H]."""
-        output = self._body(input_ids=rows[None].to(self._device), use_cache=False)
-        states: torch.Tensor = output.last_hidden_state[0]
-        return states
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] -> [n, V]."""
-        projected: torch.Tensor = self._head(hidden)
-        return projected
-
-
 class PrefillScorer:
-    """Scores texts, one at a time; not for several threads at once.
+    """Scores texts; not for several threads at once.
 
     Args:
         model: the teacher.
         name: what scores say about their origin.
         tokenizer_fingerprint: whose ids it reads, where that is known.
         chunk_tokens: positions projected at once; more memory, fewer calls.
+        batcher: computes texts together and remembers their prefixes; None: one text at a time,
+            and nothing remembered.
     """
 
     def __init__(
@@ -162,9 +108,11 @@ class PrefillScorer:
         name: str,
         tokenizer_fingerprint: str | None = None,
         chunk_tokens: int = 128,
+        batcher: PrefixBatcher | None = None,
     ) -> None:
         self._model = model
         self._chunk_tokens = chunk_tokens
+        self._batcher = batcher
         self.name = name
         self.tokenizer_fingerprint = tokenizer_fingerprint
 
@@ -178,6 +126,11 @@ class PrefillScorer:
         """Longest text."""
         return self._model.max_context_tokens
 
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens of remembered prefixes."""
+        return 0 if self._batcher is None else self._batcher.num_kept_tokens
+
     def check(self, token_ids: Sequence[int]) -> None:
         """Raise ``RequestRejectedError`` for a text that cannot be scored."""
         if not 1 <= len(token_ids) <= self.max_context_tokens:
@@ -186,7 +139,6 @@ class PrefillScorer:
             )
         self._model.rows(token_ids)
 
-    @torch.inference_mode()
     def score(self, token_ids: Sequence[int], start: int) -> NDArray[np.float64]:
         """Logprobs of ``token_ids[start:]``, each given all tokens before it.
 
@@ -199,30 +151,79 @@ class PrefillScorer:
         """
         if start < 1:
             raise ValueError(f"scoring starts at token {start}, expected at least 1")
-        rows = self._model.rows(token_ids)
-        targets = rows[start:]
-        scores = np.empty(len(targets))
-        if len(targets) == 0:
-            return scores
-        # The token at position t is predicted by the state at t - 1.
-        states = self._model.hidden(rows)[start - 1 : -1]
-        for first in range(0, len(targets), self._chunk_tokens):
-            chunk = slice(first, first + self._chunk_tokens)
-            scores[chunk] = self._score_chunk(states[chunk], targets[chunk])
-        return scores
+        if start >= len(token_ids):
+            return np.empty(0)
+        job = ScoreJob(np.asarray(token_ids, dtype=np.int64), start)
+        return self.score_some([job]).results[0].logprobs
 
-    def _score_chunk(self, states: torch.Tensor, targets: torch.Tensor) -> NDArray[np.float32]:
+    @torch.inference_mode()
+    def score_some(self, waiting: Sequence[ScoreJob]) -> ScoredBatch:
+        """Score the first text and, with a batcher, whatever goes well with it.
+
+        Args:
+            waiting: texts that ``check`` accepts.
+        """
+        if self._batcher is None:
+            job = waiting[0]
+            rows = self._model.rows(job.token_ids.tolist())
+            # The token at position t is predicted by the state at t - 1.
+            states = self._model.hidden(rows)[job.start - 1 : -1]
+            return ScoredBatch({0: self._result(job, rows[job.start :], states, 0)})
+        computed = self._batcher.run(waiting)
+        results = {}
+        for index, states in computed.states.items():
+            job = waiting[index]
+            targets = torch.from_numpy(job.token_ids[job.start :])
+            results[index] = self._result(job, targets, states, computed.num_cached_tokens)
+        return ScoredBatch(results, computed.num_padding_tokens)
+
+    def _result(
+        self, job: ScoreJob, targets: torch.Tensor, states: torch.Tensor, num_cached: int
+    ) -> ScoreResult:
+        chunks = [
+            self._score_chunk(states[chunk], targets[chunk], job.num_top)
+            for chunk in _slices(len(targets), self._chunk_tokens)
+        ]
+        logprobs, top_logprobs, top_rows = (
+            np.concatenate(each) for each in zip(*chunks, strict=True)
+        )
+        top = TopTokens(self._model.ids(top_rows), top_logprobs) if job.num_top else None
+        return ScoreResult(logprobs, num_cached, top)
+
+    def _score_chunk(
+        self, states: torch.Tensor, targets: torch.Tensor, num_top: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+        """Logprobs [n] of the targets, [n, num_top] of the most likely rows, and these rows."""
         count = len(targets)
-        # The last chunk is filled up: matrix products of one shape give the same bits everywhere.
-        states = F.pad(states, (0, 0, 0, self._chunk_tokens - count))
+        if self._batcher is None:
+            # The last chunk is filled up: matrix products of one shape give the same bits.
+            states = F.pad(states, (0, 0, 0, self._chunk_tokens - count))
         logprobs = torch.log_softmax(self._model.logits(states)[:count].float(), dim=-1)
         picked = logprobs.gather(-1, targets.to(logprobs.device)[:, None])[:, 0]
-        chosen: NDArray[np.float32] = picked.cpu().numpy()
-        return chosen
+        best, rows = logprobs.topk(num_top, dim=-1)
+        return (
+            picked.cpu().numpy().astype(np.float64),
+            best.cpu().numpy().astype(np.float64),
+            rows.cpu().numpy(),
+        )
 
 
-def load_scorer(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> PrefillScorer:
+def _slices(length: int, size: int) -> Iterator[slice]:
+    for first in range(0, length, size):
+        yield slice(first, min(first + size, length))
+
+
+def load_scorer(
+    folder: Path, *, dtype: str = "float32", device: str = "cpu", limits: BatchLimits | None = None
+) -> PrefillScorer:
     """Load a toy model or a Hugging Face causal LM, whichever ``folder`` holds.
+
+    Args:
+        folder: of the model.
+        dtype: of a Hugging Face model's weights.
+        device: of a Hugging Face model.
+        limits: let a Hugging Face model whose attention allows it compute texts together and
+            reuse prefixes; by default each text is computed alone and whole.
 
     Raises:
         ConfigError: the folder holds neither.
@@ -237,35 +238,13 @@ def load_scorer(folder: Path, *, dtype: str = "float32", device: str = "cpu") ->
             tokenizer_fingerprint=found.tokenizer.fingerprint,
         )
     if (folder / "config.json").is_file():
-        return PrefillScorer(load_hf(folder, dtype=dtype, device=device), name=folder.name)
+        model = load_hf(folder, dtype=dtype, device=device)
+        can_batch = limits is not None and model.can_reuse
+        batcher = PrefixBatcher(model, limits) if limits is not None and can_batch else None
+        return PrefillScorer(model, name=folder.name, batcher=batcher)
     raise ConfigError(
         f"{folder} is no model folder: expected {MODEL_FILE} (toy) or config.json (Hugging Face)"
     )
-
-
-def load_hf(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> HFCausalLM:
-    """Load a causal LM from a local folder; nothing is downloaded, no code of the folder runs.
-
-    Raises:
-        MissingDependencyError: transformers is not installed.
-        ConfigError: the folder holds no model that can be scored with.
-    """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as exc:
-        raise MissingDependencyError(
-            "scoring with a Hugging Face model needs transformers: "
-            "pip install 'miniverl-dist[local]'"
-        ) from exc
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; a model is loaded from a local folder only")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as exc:
-        raise ConfigError(f"{folder}: no causal LM that transformers can load: {exc}") from exc
-    return HFCausalLM(model.to(device).eval())
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -18,13 +18,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from miniverl_dist import __version__
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.problems import explain
+from miniverl_dist.config.serve import TEACHER_SERVICES, TeacherServiceConfig
 from miniverl_dist.config.yaml_text import FieldPath, dump_yaml, parse_yaml
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.observability.run_dir import (
@@ -34,6 +35,8 @@ from miniverl_dist.observability.run_dir import (
     MANIFEST,
     RunDirectory,
 )
+
+M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,38 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     for override in overrides:
         layers.add_override(override)
     return _validated(layers, path, submitted)
+
+
+def config_kind(path: Path) -> str | None:
+    """The ``kind`` at the top of a config: which service it describes; a recipe has none."""
+    data = _layers(path, ()).data
+    return str(data["kind"]) if "kind" in data else None
+
+
+def load_teacher_service(path: Path, overrides: Sequence[str] = ()) -> TeacherServiceConfig:
+    """Read the config of a teacher's service; `extends`, overrides and errors as in a recipe.
+
+    Raises:
+        ConfigError: one message with every problem as ``file:line: field: found X, expected Y``.
+    """
+    layers = _layers(path, overrides)
+    kind = layers.data.get("kind")
+    form = TEACHER_SERVICES.get(kind) if isinstance(kind, str) else None
+    if form is None:
+        found = "no `kind`" if kind is None else f"kind {kind!r}"
+        raise ConfigError(
+            f"{layers.origin(('kind',)) or path}: found {found}, expected the config of a "
+            f"teacher's service, of kind {' or '.join(TEACHER_SERVICES)}"
+        )
+    return _checked(layers, path, form)
+
+
+def _layers(path: Path, overrides: Sequence[str]) -> _Layers:
+    layers = _Layers()
+    layers.add_file(path, _read(path), chain=())
+    for override in overrides:
+        layers.add_override(override)
+    return layers
 
 
 def load_run_config(run_dir: Path) -> LoadedConfig:
@@ -206,13 +241,16 @@ def _read(path: Path, named_by: str | None = None) -> bytes:
         ) from None
 
 
-def _validated(layers: _Layers, path: Path, submitted: bytes) -> LoadedConfig:
+def _checked(layers: _Layers, path: Path, form: type[M]) -> M:
     try:
-        config = RunConfig.model_validate_json(json.dumps(layers.data), strict=True)
+        return form.model_validate_json(json.dumps(layers.data), strict=True)
     except ValidationError as error:
         lines = [
-            f"{layers.origin(problem.path) or path}: {problem}"
-            for problem in explain(error, RunConfig)
+            f"{layers.origin(problem.path) or path}: {problem}" for problem in explain(error, form)
         ]
         raise ConfigError("\n".join(lines)) from None
+
+
+def _validated(layers: _Layers, path: Path, submitted: bytes) -> LoadedConfig:
+    config = _checked(layers, path, RunConfig)
     return LoadedConfig(config, config_digest(config), layers.data, submitted, path)

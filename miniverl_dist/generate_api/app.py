@@ -3,6 +3,8 @@
 Both servers of this project are this app around a handler of their own. Whatever arrives malformed
 is answered with a 4xx in SGLang's form, ``{"error": {"message": ...}}``, before the handler sees
 it; in a batch one bad prompt spoils the whole batch, as in SGLang.
+
+A server that was told to stop drains: what is at work gets its answer, what is new a 503.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ import asyncio
 import logging
 import math
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
-from miniverl_dist.errors import RequestRejectedError, ServerUnavailableError
+from miniverl_dist.errors import RequestRejectedError, ServerBusyError, ServerUnavailableError
+from miniverl_dist.generate_api.bearer import BearerToken, require_token
 from miniverl_dist.generate_api.wire import (
     ErrorBody,
     ErrorReply,
@@ -34,7 +39,15 @@ from miniverl_dist.generate_api.wire import (
 
 LOOPBACK = "127.0.0.1"
 _log = logging.getLogger(__name__)
-_RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_HUNG_UP = 499
+"""What a request is counted as whose client has gone before the answer."""
+Admit = Callable[[Sequence[GenerateRequest]], AbstractContextManager[None]]
+"""Entered while the prompts of a request wait or are at work; raises ``ServerBusyError``."""
+Observe = Callable[[str, int, float], None]
+"""Told of every answer: (path, status, seconds)."""
+_KEPT_HEADERS = frozenset({"Allow", "WWW-Authenticate"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What a probe may ask without the token."""
 
 
 class GenerateHandler(Protocol):
@@ -49,8 +62,11 @@ class GenerateHandler(Protocol):
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Answer one prompt; the prompts of a batch come concurrently.
 
+        Cancelled when the client hangs up.
+
         Raises:
             ServerUnavailableError: not now (503).
+            ServerBusyError: too much at once (429).
         """
 
 
@@ -70,35 +86,89 @@ class ServerLimits:
     """For the body of a request to arrive."""
 
 
-def build_app(handler: GenerateHandler, *, limits: ServerLimits) -> web.Application:
-    """``POST /generate``, ``GET /health``, ``GET /model_info``; a server may add its own routes."""
-    server = _Server(handler, limits)
-    app = web.Application(middlewares=[_answer_errors], client_max_size=limits.max_body_bytes)
+def build_app(
+    handler: GenerateHandler,
+    *,
+    limits: ServerLimits,
+    admit: Admit | None = None,
+    token: BearerToken | None = None,
+    observe: Observe | None = None,
+) -> web.Application:
+    """``POST /generate``, ``GET /health, /ready, /model_info``; a server may add its own routes."""
+    server = _Server(handler, limits, admit or (lambda prompts: nullcontext()))
+    middlewares: list[Middleware] = [_answer_errors]
+    if observe is not None:
+        middlewares.insert(0, _observer(observe))
+    if token is not None:
+        middlewares.append(require_token(token, open_paths=OPEN_PATHS))
+    app = web.Application(middlewares=middlewares, client_max_size=limits.max_body_bytes)
+    app[_SERVER] = server
     app.router.add_post("/generate", server.generate)
     app.router.add_get("/health", server.health)
+    app.router.add_get("/ready", server.ready)
     app.router.add_get("/model_info", server.model_info)
     return app
 
 
+async def drain(app: web.Application, *, deadline_s: float) -> bool:
+    """Take no new prompts, and wait for those at work; False where the deadline came first."""
+    server = app[_SERVER]
+    server.is_draining = True
+    try:
+        # Waits for the requests at work, which their handler ends.
+        async with asyncio.timeout(deadline_s):
+            await server.idle.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
 class _Server:
-    def __init__(self, handler: GenerateHandler, limits: ServerLimits) -> None:
+    def __init__(self, handler: GenerateHandler, limits: ServerLimits, admit: Admit) -> None:
         self._handler = handler
         self._limits = limits
+        self._admit = admit
         self._num_requests = 0
         self._rids: set[str] = set()
+        self.is_draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     async def health(self, request: web.Request) -> web.Response:
+        """Whether the process answers at all, also while it drains."""
         del request
         return web.Response()
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Whether new prompts are welcome."""
+        del request
+        self._require_open()
+        return web.Response()
+
+    def _require_open(self) -> None:
+        if self.is_draining:
+            raise ServerUnavailableError("the server is stopping: ask another one")
 
     async def model_info(self, request: web.Request) -> web.Response:
         del request
         return _json(msgspec.json.encode(self._handler.model_info()))
 
     async def generate(self, request: web.Request) -> web.Response:
+        self._require_open()
+        prompts, is_batch = decode_requests(await self._body(request))
+        self._check(prompts)
+        with self._admit(prompts), self._at_work(prompts):
+            # Waits for the handler, whose own deadlines bound it.
+            answers = await asyncio.gather(
+                *(self._handler.generate(each) for each in prompts), return_exceptions=True
+            )
+        return _json(encode_replies([_or_raise(each) for each in answers], is_batch=is_batch))
+
+    async def _body(self, request: web.Request) -> bytes:
         try:
+            # Waits for the client to send what it has announced.
             async with asyncio.timeout(self._limits.body_deadline_s):
-                body = await request.read()
+                return await request.read()
         except TimeoutError:
             raise RequestRejectedError(
                 f"the body did not arrive within {self._limits.body_deadline_s:.3g} s", status=408
@@ -106,20 +176,20 @@ class _Server:
         except web.RequestPayloadError as exc:
             # Chunks or compression that are broken; cut connections end here too.
             raise RequestRejectedError(f"the body cannot be read: {exc}") from exc
-        prompts, is_batch = decode_requests(body)
-        self._check(prompts)
+
+    @contextmanager
+    def _at_work(self, prompts: Sequence[GenerateRequest]) -> Iterator[None]:
         rids = {prompt.rid for prompt in prompts if prompt.rid is not None}
         self._num_requests += len(prompts)
         self._rids |= rids
+        self.idle.clear()
         try:
-            # Waits for the handler, whose own deadlines bound it.
-            answers = await asyncio.gather(
-                *(self._handler.generate(each) for each in prompts), return_exceptions=True
-            )
+            yield
         finally:
             self._num_requests -= len(prompts)
             self._rids -= rids
-        return _json(encode_replies([_or_raise(each) for each in answers], is_batch=is_batch))
+            if self._num_requests == 0:
+                self.idle.set()
 
     def _check(self, prompts: Sequence[GenerateRequest]) -> None:
         if not 1 <= len(prompts) <= self._limits.max_batch_size:
@@ -136,6 +206,9 @@ class _Server:
                 seen.add(prompt.rid)
         if self._num_requests + len(prompts) > self._limits.max_requests:
             raise ServerUnavailableError(f"the queue is full ({self._num_requests} requests)")
+
+
+_SERVER = web.AppKey("_SERVER", _Server)
 
 
 def _or_raise(answer: GenerateReply | BaseException) -> GenerateReply:
@@ -189,11 +262,15 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 
 @web.middleware
-async def _answer_errors(request: web.Request, handler: _RequestHandler) -> web.StreamResponse:
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except RequestRejectedError as exc:
         return _error(exc.status, str(exc))
+    except ServerBusyError as exc:
+        response = _error(HTTPStatus.TOO_MANY_REQUESTS, str(exc))
+        response.headers["Retry-After"] = str(math.ceil(exc.retry_after_s))
+        return response
     except ServerUnavailableError as exc:
         response = _error(HTTPStatus.SERVICE_UNAVAILABLE, str(exc))
         response.headers["Retry-After"] = "1"
@@ -201,13 +278,27 @@ async def _answer_errors(request: web.Request, handler: _RequestHandler) -> web.
     except web.HTTPException as exc:
         # aiohttp's own refusals (unknown path, wrong method, body too large) in the contract's form
         response = _error(exc.status, exc.text or exc.reason)
-        if "Allow" in exc.headers:
-            response.headers["Allow"] = exc.headers["Allow"]
+        for name in _KEPT_HEADERS & set(exc.headers):
+            response.headers[name] = exc.headers[name]
         return response
     except Exception as exc:  # noqa: BLE001
         # A defect of the handler ends this request, not the server, and not in silence.
         _log.exception("request to %s failed", request.path)
         return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(exc).__name__}: {exc}")
+
+
+def _observer(observe: Observe) -> Middleware:
+    @web.middleware
+    async def observed(request: web.Request, handler: Handler) -> web.StreamResponse:
+        started, status = time.monotonic(), _HUNG_UP
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            observe(request.path, status, time.monotonic() - started)
+
+    return observed
 
 
 def _error(status: int, message: str) -> web.Response:
@@ -229,9 +320,12 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve ``app`` for the length of the block and yield its base URL; port 0 picks a free one.
 
-    At the end no new connection is taken, and requests at work get ``shutdown_deadline_s``.
+    At the end no new connection is taken, and requests at work get ``shutdown_deadline_s``. A
+    request whose client hangs up is cancelled: nobody waits for its answer any more.
     """
-    runner = web.AppRunner(app, shutdown_timeout=shutdown_deadline_s, access_log=None)
+    runner = web.AppRunner(
+        app, shutdown_timeout=shutdown_deadline_s, access_log=None, handler_cancellation=True
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
@@ -250,7 +344,11 @@ async def serve_until_signal(
     shutdown_deadline_s: float = 10.0,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT; ``announce`` is told the base URL once it answers."""
+    """Serve until SIGTERM or SIGINT; ``announce`` is told the base URL once it answers.
+
+    Then drain for at most ``shutdown_deadline_s``: still connected clients learn that the server
+    stops, and requests at work finish.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -261,3 +359,5 @@ async def serve_until_signal(
         announce(base_url)
         # Waits for a signal; serving has no end of its own.
         await stop.wait()
+        if not await drain(app, deadline_s=shutdown_deadline_s):
+            _log.warning("requests were still at work after %.3g s", shutdown_deadline_s)

@@ -16,13 +16,8 @@ from miniverl_dist.backends.toy_model import ToyModel
 from miniverl_dist.backends.weights_io import TokenizerIdentity, save_toy_folder
 from miniverl_dist.config.roles import ToyModelConfig
 from miniverl_dist.errors import CheckpointError, ConfigError, RequestRejectedError
-from teacher_server.scorer import (
-    HFCausalLM,
-    PrefillScorer,
-    ToyCausalLM,
-    load_hf,
-    load_scorer,
-)
+from teacher_server.scorer import PrefillScorer, ToyCausalLM, load_scorer
+from teacher_server.scorer_hf import HFCausalLM, load_hf
 
 CONFIG = ToyModelConfig(
     kind="toy", num_layers=2, hidden_size=32, num_heads=2, ffn_size=48, max_context_tokens=300
