@@ -38,6 +38,18 @@ class InProcessStudentPool:
         """See `ports.StudentPool`."""
         return self._rank.update(batch)
 
+    async def accumulate(self, batch: TrainBatch, place: int) -> None:
+        """See `ports.StudentPool`."""
+        self._rank.accumulate(batch, place)
+
+    async def commit_accumulated(self) -> UpdateResult:
+        """See `ports.StudentPool`."""
+        return self._rank.commit_accumulated()
+
+    async def discard_accumulated(self) -> None:
+        """See `ports.StudentPool`."""
+        self._rank.discard_accumulated()
+
     async def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
         """See `ports.StudentPool`."""
         return self._rank.sft_update(batch, learning_rate)
@@ -141,7 +153,23 @@ class RankPool(Generic[GroupT]):
 
     async def update(self, batch: TrainBatch) -> UpdateResult:
         """See `ports.StudentPool`."""
-        results: list[UpdateResult] = await self._all("update", batch, is_bounded=False)
+        return await self._committed("update", batch)
+
+    async def accumulate(self, batch: TrainBatch, place: int) -> None:
+        """See `ports.StudentPool`."""
+        await self._all("accumulate", batch, place, is_bounded=False)
+
+    async def commit_accumulated(self) -> UpdateResult:
+        """See `ports.StudentPool`."""
+        return await self._committed("commit_accumulated")
+
+    async def discard_accumulated(self) -> None:
+        """See `ports.StudentPool`."""
+        await self._all("discard_accumulated")
+
+    async def _committed(self, method: str, *arguments: object) -> UpdateResult:
+        """Take optimizer steps on all ranks; the loop bounds it."""
+        results: list[UpdateResult] = await self._all(method, *arguments, is_bounded=False)
         versions = sorted({result.policy_version for result in results})
         if len(versions) > 1:
             await self.close()

@@ -87,6 +87,18 @@ class StudentRank:
         """See `ports.StudentPool`."""
         return self.backend.update(batch)
 
+    def accumulate(self, batch: TrainBatch, place: int) -> None:
+        """See `ports.StudentPool`."""
+        self.backend.accumulate(batch, place)
+
+    def commit_accumulated(self) -> UpdateResult:
+        """See `ports.StudentPool`."""
+        return self.backend.commit_accumulated()
+
+    def discard_accumulated(self) -> None:
+        """See `ports.StudentPool`."""
+        self.backend.discard_accumulated()
+
     def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
         """See `ports.StudentPool`."""
         return self.backend.sft_update(batch, learning_rate)

@@ -6,7 +6,7 @@ deadline that config sets; an implementation that runs out of time raises ``Dead
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,11 +94,18 @@ class RolloutSource(Protocol):
         """
 
 
+GroupTaker = Callable[[int, ScoredGroup], Awaitable[None]]
+"""Told of a group of a batch, and of its index there, before the batch is whole."""
+
+
 class TrajectorySource(Protocol):
     """Where the trainer's groups come from: the online buffer, or stored ones."""
 
-    async def take(self, num_groups: int) -> list[ScoredGroup]:
-        """The next groups in FIFO order; waits for the rollout workers, up to a deadline."""
+    async def take(self, num_groups: int, each: GroupTaker | None = None) -> list[ScoredGroup]:
+        """The next groups in FIFO order; waits for the rollout workers, up to a deadline.
+
+        ``each`` is called with each of them as soon as it is there.
+        """
 
     def release(self, num_publishes: int, *, trained: bool) -> None:
         """Free the slots of the groups taken last; call after the publish is confirmed.
@@ -150,6 +157,19 @@ class StudentPool(Protocol):
 
     async def update(self, batch: TrainBatch) -> UpdateResult:
         """Proximal (and reference) logprobs, then one optimizer step per minibatch."""
+
+    async def accumulate(self, batch: TrainBatch, place: int) -> None:
+        """Add the gradients of a part of a step's batch to those of its other parts.
+
+        The weights stay; ``commit_accumulated`` takes the step. Any error discards what has been
+        accumulated. Parts come in any order; ``place`` says where this one stands in the batch.
+        """
+
+    async def commit_accumulated(self) -> UpdateResult:
+        """One optimizer step over all parts, as an ``update`` of them together would take it."""
+
+    async def discard_accumulated(self) -> None:
+        """Forget the parts; nothing has changed then. Harmless where there are none."""
 
     async def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
         """One supervised step (warm-up); does not count as a policy version."""

@@ -6,7 +6,7 @@ local path seconds and memory, and its state cannot be stored without pickle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 from typing import Any
 
@@ -51,6 +51,20 @@ class AdamW:
         self.num_steps = 0
         self._first = {name: torch.zeros_like(w) for name, w in self._weights.items()}
         self._second = {name: torch.zeros_like(w) for name, w in self._weights.items()}
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that the weights have; they have none afterwards."""
+        grads = {name: w.grad for name, w in self._weights.items() if w.grad is not None}
+        for weight in self._weights.values():
+            weight.grad = None
+        return grads
+
+    @torch.no_grad()
+    def give_gradients(self, parts: Sequence[Weights], divisor: float) -> None:
+        """Give the weights the sum of some gradients, added in this order, over ``divisor``."""
+        for name, weight in self._weights.items():
+            found = [part[name] for part in parts if name in part]
+            weight.grad = sum(found[1:], found[0]) / divisor if found else None
 
     @torch.no_grad()
     def step(self, lr: float) -> float:

@@ -34,6 +34,33 @@ class StudentBackend(Protocol):
             UpdateError: a loss or a gradient that is not finite.
         """
 
+    def accumulate(self, batch: TrainBatch, place: int) -> None:
+        """Add the gradients of a part of a step's batch; see ``backends.accumulated``.
+
+        Until the step is committed or discarded, nothing else may change the student but a
+        ``load``, which discards.
+
+        Args:
+            batch: of one minibatch, sampled at the same temperature as the other parts.
+            place: Where it stands in the batch. A backend that promises equal bits sums in this
+                order, whatever the order of arrival.
+
+        Raises:
+            BatchError, TokenizerMismatchError, UpdateError: as ``update`` does; all parts are
+                discarded.
+        """
+
+    def commit_accumulated(self) -> UpdateResult:
+        """One optimizer step over the mean of all parts.
+
+        Raises:
+            BatchError: nothing has been accumulated.
+            UpdateError: the gradient is not finite; all parts are discarded.
+        """
+
+    def discard_accumulated(self) -> None:
+        """Forget the parts; may be repeated."""
+
     def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
         """One supervised step; counts neither as a policy version nor as an update."""
 

@@ -18,6 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miniverl_dist.backends.accumulated import (
+    SUMS,
+    AccumulatedParts,
+    require_no_parts,
+    require_one_minibatch,
+)
 from miniverl_dist.backends.adamw import AdamW, learning_rate
 from miniverl_dist.backends.padding import (
     Microbatch,
@@ -132,6 +138,7 @@ class ToyBackend:
             weight.requires_grad_()
         self._optimizer = AdamW(self.model.weights, optim)
         self._reference = ToyModel(config, vocabulary_ids, seed) if loss.kl_coef > 0 else None
+        self._parts = AccumulatedParts()
 
     @property
     def sends_weights(self) -> bool:
@@ -141,12 +148,9 @@ class ToyBackend:
     def update(self, batch: TrainBatch) -> UpdateResult:
         """See ``StudentBackend``."""
         started_s = time.perf_counter()
+        require_no_parts(self._parts, "an update")
         rows = self.model.vocabulary.rows(batch.token_ids)
         steps = _minibatches(batch)
-        if not steps:
-            raise BatchError(
-                f"none of the batch's {len(batch.group_ids)} sequences has a token to train on"
-            )
         lr = learning_rate(self._optim, self.num_updates, self._num_steps)
         with self._all_or_nothing():
             arrays = self._arrays(batch, rows, [part for parts in steps.values() for part in parts])
@@ -162,8 +166,40 @@ class ToyBackend:
         }
         return UpdateResult(self.policy_version, len(taken), metrics)
 
+    def accumulate(self, batch: TrainBatch, place: int) -> None:
+        """See ``StudentBackend``; each part's gradients are kept, and summed at the commit."""
+        started_s = time.perf_counter()
+        with self._all_or_nothing():
+            require_one_minibatch(batch)
+            rows = self.model.vocabulary.rows(batch.token_ids)
+            ((_, cuts),) = _minibatches(batch).items()
+            metrics = self._gradients(self._arrays(batch, rows, cuts), batch, cuts, SUMS)
+            _require_finite(float(metrics["loss"]))
+            self._parts.add(place, batch, metrics, self._optimizer.take_gradients(), started_s)
+
+    def commit_accumulated(self) -> UpdateResult:
+        """See ``StudentBackend``."""
+        started_s = time.perf_counter()
+        parts, self._parts = self._parts, AccumulatedParts()
+        divisor = parts.divisor(self._loss.reduction)
+        lr = learning_rate(self._optim, self.num_updates, self._num_steps)
+        with self._all_or_nothing():
+            self._optimizer.give_gradients(parts.gradients, divisor)
+            norm = self._optimizer.step(lr)
+            self.policy_version += 1
+            self.num_updates += 1
+        metrics = update_report([parts.step_metrics(self._loss.reduction) | {"grad_norm": norm}])
+        metrics |= {"lr": lr, "seconds_update": parts.seconds + time.perf_counter() - started_s}
+        return UpdateResult(self.policy_version, 1, metrics)
+
+    def discard_accumulated(self) -> None:
+        """See ``StudentBackend``."""
+        self._parts = AccumulatedParts()
+        self._optimizer.take_gradients()
+
     def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
         """See ``StudentBackend``. Mean cross-entropy over the masked tokens."""
+        require_no_parts(self._parts, "a supervised step")
         rows = self.model.vocabulary.rows(batch.token_ids)
         num_tokens = int(batch.loss_mask.sum())
         if num_tokens == 0:
@@ -176,7 +212,8 @@ class ToyBackend:
                 loss = -scored.logprobs.sum() / num_tokens
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
-            norm = self._step_if_finite(total, learning_rate)
+            _require_finite(total)
+            norm = self._optimizer.step(learning_rate)
         return {"loss": total, "grad_norm": norm, "num_loss_tokens": float(num_tokens)}
 
     def finish_warmup(self) -> None:
@@ -246,6 +283,7 @@ class ToyBackend:
             )
         with self._all_or_nothing():
             moments = read_tensors(directory / OPTIMIZER_FILE)
+            self.discard_accumulated()
             self._optimizer.restore(moments, counters["num_optimizer_steps"])
             # Checked as a whole before its first weight changes, like the student's below, whose
             # shapes the folder's own check has passed already.
@@ -295,6 +333,21 @@ class ToyBackend:
     def _optimizer_step(
         self, arrays: _Arrays, batch: TrainBatch, minibatch: int, parts: list[Microbatch], lr: float
     ) -> Metrics:
+        denominators = Denominators(
+            batch.num_loss_tokens[minibatch], batch.num_sequences[minibatch]
+        )
+        merged = self._gradients(arrays, batch, parts, denominators)
+        _require_finite(float(merged["loss"]))
+        return merged | {"grad_norm": self._optimizer.step(lr)}
+
+    def _gradients(
+        self,
+        arrays: _Arrays,
+        batch: TrainBatch,
+        parts: list[Microbatch],
+        denominators: Denominators,
+    ) -> Metrics:
+        """Add the gradients of some microbatches to those that the weights have."""
         sums: list[Metrics] = []
         for part in parts:
             scored = self._score(self.model, arrays.rows, part, batch.loss_mask, batch.temperature)
@@ -306,22 +359,14 @@ class ToyBackend:
                 mask=torch.ones_like(scored.logprobs, dtype=torch.bool),
                 sequence_ids=scored.sequences,
                 config=self._loss,
-                denominators=Denominators(
-                    batch.num_loss_tokens[minibatch], batch.num_sequences[minibatch]
-                ),
+                denominators=denominators,
                 reference_logprobs=None
                 if arrays.reference is None
                 else scored.take(arrays.reference),
             )
             loss.backward()  # type: ignore[no-untyped-call]
             sums.append(metrics | {"loss": loss.detach(), "entropy_sum": scored.entropy.sum()})
-        merged = merge_metrics(*sums)
-        return merged | {"grad_norm": self._step_if_finite(float(merged["loss"]), lr)}
-
-    def _step_if_finite(self, loss: float, lr: float) -> float:
-        if not isfinite(loss):
-            raise UpdateError(f"loss is {loss}: the optimizer step was not taken")
-        return self._optimizer.step(lr)
+        return merge_metrics(*sums)
 
     @torch.no_grad()
     def _packed(
@@ -372,16 +417,28 @@ class ToyBackend:
             self.model.load_arrays(weights)
             self._optimizer.restore(moments, num_steps)
             self.policy_version, self.num_updates = counters
-            for weight in self.model.weights.values():
-                weight.grad = None
+            self.discard_accumulated()
             raise
 
 
+def _require_finite(loss: float) -> None:
+    if not isfinite(loss):
+        raise UpdateError(f"loss is {loss}: the optimizer step was not taken")
+
+
 def _minibatches(batch: TrainBatch) -> dict[int, list[Microbatch]]:
-    """Microbatches of each optimizer step; a step without a token to train on is left out."""
+    """Microbatches of each optimizer step; a step without a token to train on is left out.
+
+    Raises:
+        BatchError: no step has one.
+    """
     useful = sequences_with_targets(batch.sequence_starts, batch.loss_mask)
     steps = {}
     for minibatch in np.unique(batch.minibatch_ids[useful]).tolist():
         chosen = useful[batch.minibatch_ids[useful] == minibatch]
         steps[minibatch] = cut_microbatches(batch.sequence_starts, chosen, MAX_PADDED_TOKENS)
+    if not steps:
+        raise BatchError(
+            f"none of the batch's {len(batch.group_ids)} sequences has a token to train on"
+        )
     return steps

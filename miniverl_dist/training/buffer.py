@@ -14,11 +14,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from miniverl_dist.errors import DeadlineError, EngineError
-from miniverl_dist.ports import Assignment, Curriculum, GroupOutcome, ScoredGroup
+from miniverl_dist.ports import (
+    Assignment,
+    Curriculum,
+    GroupOutcome,
+    GroupTaker,
+    ScoredGroup,
+)
+
+Arrival = asyncio.Future[ScoredGroup]
 
 _MAX_STALE_REFILLS = 3
 """Per place. A refill is sampled under the weights of now; one that is stale again is a fault."""
@@ -157,27 +165,58 @@ class GroupBuffer:
                 return place
         raise KeyError(f"no open place for group {assignment.group_id}: put or dropped twice?")
 
-    async def take(self, num_groups: int) -> list[ScoredGroup]:
+    async def take(self, num_groups: int, each: GroupTaker | None = None) -> list[ScoredGroup]:
         """The oldest ``num_groups`` groups, in order; a group that is too stale is replaced.
+
+        Args:
+            num_groups: Size of the batch.
+            each: Called with each group and its index in the batch while later ones are still
+                sampled, one at a time and in the order of their arrival; its time does not count
+                against the deadline.
 
         Raises:
             DeadlineError: they did not arrive within ``deadlines.take_s``.
             EngineError: a place stays too stale however often it is refilled.
         """
-        taken: list[ScoredGroup] = []
+        places = [self._places[index] for index in range(num_groups)]
+        awaited: dict[Arrival, int] = {
+            asyncio.ensure_future(self._fresh_group(place)): index
+            for index, place in enumerate(places)
+        }
+        taken: dict[int, ScoredGroup] = {}
         try:
-            async with asyncio.timeout(self._sizes.take_deadline_s):
-                while len(taken) < num_groups:
-                    # Waits for the worker of this place; it always puts, drops or fails the run.
-                    taken += [await self._fresh_group(self._places[len(taken)])]
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"only {len(taken)} of {num_groups} groups arrived within "
-                f"{self._sizes.take_deadline_s} s (deadlines.take_s); see events.jsonl for what "
-                "the rollout workers are doing"
-            ) from error
+            async for arrived in self._in_time(awaited):
+                index = awaited[arrived]
+                taken[index] = arrived.result()
+                if each is not None:
+                    await each(index, taken[index])
+        finally:
+            for waiting in awaited:
+                waiting.cancel()
+            await asyncio.wait(awaited)  # a place that fails late must not fail unheard
         self._taken = num_groups
-        return taken
+        return [taken[index] for index in range(num_groups)]
+
+    async def _in_time(self, awaited: Collection[Arrival]) -> AsyncIterator[Arrival]:
+        """Places as they are filled; the deadline counts the waiting only."""
+        left_s, now = self._sizes.take_deadline_s, asyncio.get_running_loop().time
+        open_places = list(awaited)
+        while open_places:
+            started = now()
+            # Waits for a worker of these places; it always puts, drops or fails the run.
+            done, _ = await asyncio.wait(
+                open_places, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            left_s = max(left_s - (now() - started), 0.0)
+            if not done:
+                raise DeadlineError(
+                    f"only {len(awaited) - len(open_places)} of {len(awaited)} groups arrived "
+                    f"within {self._sizes.take_deadline_s} s (deadlines.take_s); see events.jsonl "
+                    "for what the rollout workers are doing"
+                )
+            for arrived in [place for place in open_places if place in done]:
+                yield arrived
+            open_places = [place for place in open_places if place not in done]
 
     async def _fresh_group(self, place: _Place) -> ScoredGroup:
         for _ in range(_MAX_STALE_REFILLS + 1):

@@ -8,6 +8,9 @@
                   -> advance curriculum -> release slots -> commit and evaluate when due
     finish   commit, evaluate; a stop ends any of these in order
 
+With ``loop.accumulate`` a group's gradients are computed while others of the batch are sampled
+(`training.accumulate`).
+
 Waits: the trainer for groups (`deadlines.take_s`), for the update and for every engine's
 confirmation; workers for slots, engines and the teacher. Who frees whom: a publish frees slots, a
 slot frees a worker, a put frees the trainer. With ``max_policy_lag = 0`` they take turns.
@@ -39,9 +42,10 @@ from miniverl_dist.ports import (
     TeacherScorer,
     WeightStore,
 )
-from miniverl_dist.schemas.batch import SftBatch, TrainBatch, UpdateResult
+from miniverl_dist.schemas.batch import SftBatch, UpdateResult
 from miniverl_dist.schemas.run_state import RunState
 from miniverl_dist.training import checkpoint
+from miniverl_dist.training.accumulate import StepUpdate, add_all, open_update
 from miniverl_dist.training.batch_builder import SpanByteEnds, build_batch
 from miniverl_dist.training.buffer import BufferSizes, GroupBuffer
 from miniverl_dist.training.evaluator import Evaluator
@@ -134,25 +138,43 @@ class Trainer:
         )
         async with workers.running():
             while not self._is_done:
-                started = self._ports.clock.now()
+                started, update = self._ports.clock.now(), self._open_update(self._step)
+                each = partial(self._receive, update) if self._config.loop.accumulate else None
                 with self._recorder.timed("seconds_take"):
                     # Waits for the workers, or for a stop; bounded by the buffer's own deadline.
-                    taking = buffer.take(self._config.loop.num_groups)
+                    taking = buffer.take(self._config.loop.num_groups, each)
                     groups = await self._unless_stopped(taking)
-                if groups is not None:
-                    await self._train_on(groups, started=started)
+                if groups is None:
+                    await self._with_students(update.discard)
+                else:
+                    await self._train_on(groups, update, started=started)
 
     @property
     def _is_done(self) -> bool:
         return self._step >= self._config.loop.num_steps or self._stop.is_set()
 
+    def _open_update(self, step: int) -> StepUpdate:
+        return open_update(self._ports.students, self._config, self._ports.byte_ends, step)
+
+    async def _receive(self, update: StepUpdate, place: int, group: ScoredGroup) -> None:
+        """Give the student a group's gradients to compute; others are sampled meanwhile."""
+        with self._recorder.timed("seconds_accumulate"):
+            update.add(place, group)
+            await self._with_students(update.advance)
+
     async def _train_on(
-        self, groups: Sequence[ScoredGroup], *, started: float, is_replay: bool = False
+        self,
+        groups: Sequence[ScoredGroup],
+        update: StepUpdate,
+        *,
+        started: float,
+        is_replay: bool = False,
     ) -> None:
         """One step, from scored groups to confirmed weights and a record.
 
         Args:
             groups: In FIFO order.
+            update: Has been given these groups, if it asks for them one by one.
             started: When the step began to wait for them.
             is_replay: They come from the journal.
         """
@@ -165,9 +187,9 @@ class Trainer:
             return
         self._num_empty = 0
         if not is_replay:
-            self._journal.write(self._step, groups)
+            self._journal.write(self._step, update.computed_order(groups))
         with self._recorder.timed("seconds_update"):
-            result = await self._with_students(partial(self._update, built.batch))
+            result = await self._with_students(partial(update.finish, built.batch))
             self._num_trained = self._step + 1
         with self._recorder.timed("seconds_publish"):
             await self._publish()
@@ -202,16 +224,6 @@ class Trainer:
             return self._buffer.lag(group)
         return self._num_publishes - group.num_publishes
 
-    async def _update(self, batch: TrainBatch) -> UpdateResult:
-        deadline = self._config.deadlines.update_s
-        try:
-            # Waits for every rank; they commit together or not at all.
-            return await asyncio.wait_for(self._ports.students.update(batch), deadline)
-        except TimeoutError as error:  # a rank hangs in a collective, where only its end helps
-            raise StudentLostError(
-                f"step {self._step}: the update took longer than {deadline} s (deadlines.update_s)"
-            ) from error
-
     async def _with_students(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Do something with the student; when it is lost meanwhile, bring it back and do it again.
 
@@ -243,11 +255,12 @@ class Trainer:
         state = checkpoint.verify(folder).state
         await students.load(folder, state.policy_version)
         for step in range(state.step, self._num_trained):
-            groups = self._journal.read(step)
-            batch = groups and build_batch(groups, self._config, self._ports.byte_ends).batch
-            if not batch:
+            update = self._open_update(step)
+            groups = add_all(update, self._journal.read(step) or [])
+            batch = build_batch(groups, self._config, self._ports.byte_ends).batch
+            if batch is None:
                 raise CheckpointError(f"the journal has no batch of step {step} to train on again")
-            await self._update(batch)
+            await update.finish(batch)
         self._recorder.event(
             Event.STUDENT_REBUILT, checkpoint=folder.name, replayed=self._num_trained - state.step
         )
@@ -307,6 +320,7 @@ class Trainer:
         self._recorder.groups(groups)
         self._recorder.step(metrics)
         self._recorder.event(Event.STEP_FINISHED, step=self._step, version=result.policy_version)
+        self._recorder.check_mismatch(metrics, self._config.loss)
         if built["calls_per_trajectory"] == 0:
             self._recorder.event(
                 Event.ALARM, what="no trajectory of this step made a call", step=self._step
@@ -348,7 +362,9 @@ class Trainer:
     async def _replay(self) -> None:
         """Train again on batches that were journalled behind the last commit."""
         while not self._is_done and (groups := self._journal.read(self._step)) is not None:
-            await self._train_on(groups, started=self._ports.clock.now(), is_replay=True)
+            update, started = self._open_update(self._step), self._ports.clock.now()
+            groups = add_all(update, groups)
+            await self._train_on(groups, update, started=started, is_replay=True)
             self._recorder.event(Event.REPLAYED_STEP, step=self._step)
 
     def _open_buffer(self) -> GroupBuffer:

@@ -24,8 +24,24 @@ from miniverl_dist.observability.progress import SilentProgress
 from miniverl_dist.ports import RolloutSource
 
 POINTS = ("rollout", "scored", "update", "commit", "evaluation")
-_WHEN = {"rollout": 9, "scored": 8, "update": 2, "commit": 2, "evaluation": 3}
+ACCUMULATING_POINTS = ("accumulate", "accumulated")
+"""Of a recipe with `loop.accumulate`: within its second step, and behind its optimizer step."""
+_WHEN = {
+    "rollout": 9,
+    "scored": 8,
+    "update": 2,
+    "commit": 2,
+    "evaluation": 3,
+    "accumulate": 3,
+    "accumulated": 2,
+}
 """Which call is the last one: each lies behind the first trained step."""
+_STUDENT_CALLS = {
+    "update": "update",
+    "commit": "save",
+    "accumulate": "accumulate",
+    "accumulated": "commit_accumulated",
+}
 
 
 def die() -> None:
@@ -76,9 +92,9 @@ def doom(parts: Parts, point: str) -> Parts:
         )
     elif point == "scored":
         ports = dataclasses.replace(ports, teacher=Through(ports.teacher, "score", left))
-    elif point in ("update", "commit"):
-        method = {"update": "update", "commit": "save"}[point]
-        ports = dataclasses.replace(ports, students=Through(ports.students, method, left))
+    elif point in _STUDENT_CALLS:
+        students = Through(ports.students, _STUDENT_CALLS[point], left)
+        ports = dataclasses.replace(ports, students=students)
     else:
         student = parts.evaluator.policies["student"]
 

@@ -263,3 +263,55 @@ async def test_in_one_process_a_rebuild_is_granted_once() -> None:
     with pytest.raises(UpdateError, match="stopped half way again") as caught:
         await students.rebuild()
     assert not isinstance(caught.value, StudentLostError)
+
+
+class TestAccumulating:
+    async def test_ranks_accumulate_and_commit_together(self) -> None:
+        ranks = FakeRanks(answers(None), answers(None))
+        students = await pool(ranks)
+        await students.accumulate(BATCH, 2)
+        await students.discard_accumulated()
+        assert students.policy_version == 0
+        ranks.ranks = answers(result(4, 0.25)), answers(result(4, 9.0))
+        assert (await students.commit_accumulated()).metrics == {"loss": 0.25}
+        assert students.policy_version == 4
+        assert ranks.asked == [
+            ("accumulate", BATCH, 2),
+            ("discard_accumulated",),
+            ("commit_accumulated",),
+        ]
+
+    async def test_ranks_that_differ_behind_the_step_are_lost(self) -> None:
+        ranks = FakeRanks(answers(result(4)), answers(result(3)))
+        students = await pool(ranks)
+        with pytest.raises(StudentLostError, match=r"different policy versions: \[3, 4\]"):
+            await students.commit_accumulated()
+        assert await is_gone(students, ranks)
+
+    async def test_an_error_that_one_rank_has_alone_costs_the_group(self) -> None:
+        ranks = FakeRanks(answers(None), raises(UpdateError("not finite")))
+        students = await pool(ranks)
+        with pytest.raises(StudentLostError, match="only 1 of 2 ranks failed to accumulate"):
+            await students.accumulate(BATCH, 0)
+        assert await is_gone(students, ranks)
+
+    async def test_in_this_process_they_are_the_ranks_own(self) -> None:
+        class Rank:
+            policy_version = 0
+
+            def accumulate(self, batch: object, place: int) -> None:
+                asked.append((batch, place))
+
+            def commit_accumulated(self) -> UpdateResult:
+                return result(1)
+
+            def discard_accumulated(self) -> None:
+                asked.append("discarded")
+
+        asked: list[object] = []
+        rank: Any = Rank()
+        students = InProcessStudentPool(rank)
+        await students.accumulate(BATCH, 3)
+        await students.discard_accumulated()
+        assert (await students.commit_accumulated()).policy_version == 1
+        assert asked == [(BATCH, 3), "discarded"]

@@ -178,6 +178,9 @@ def test_metrics_of_a_first_step_are_what_they_must_be() -> None:
     assert metrics["loss"] == pytest.approx(metrics["policy_loss"])
     gap = np.abs(logprobs[mask] - batch.rollout_logprobs[mask]).mean()
     assert metrics["mismatch_mean_abs"] == pytest.approx(gap, rel=1e-5)
+    delta = logprobs[mask] - batch.rollout_logprobs[mask]
+    assert metrics["mismatch_max_ratio"] == pytest.approx(np.exp(np.abs(delta).max()), rel=1e-5)
+    assert metrics["mismatch_kl"] == pytest.approx((np.expm1(delta) - delta).mean(), rel=1e-5)
     assert metrics["mismatch_capped_fraction"] == pytest.approx((weight == 2).mean())
     assert 0 < metrics["entropy_mean"] < np.log(len(VOCABULARY_IDS))
     assert metrics["num_loss_tokens"] == mask.sum()

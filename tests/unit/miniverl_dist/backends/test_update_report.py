@@ -16,6 +16,8 @@ def test_losses_are_means_of_steps_and_counts_are_shares_of_tokens() -> None:
         "clip_low_tokens": 3,
         "entropy_sum": 20.0,
         "ratio_max": 1.5,
+        "mismatch_ratio_max": 2.0,
+        "mismatch_kl_sum": 1.0,
     }
     second = {
         "num_tokens": 30,
@@ -25,6 +27,8 @@ def test_losses_are_means_of_steps_and_counts_are_shares_of_tokens() -> None:
         "clip_low_tokens": 1,
         "entropy_sum": 40.0,
         "ratio_max": 1.25,
+        "mismatch_ratio_max": 7.0,
+        "mismatch_kl_sum": 3.0,
     }
     report = update_report([first, second])
     assert report["loss"] == 2.0
@@ -33,6 +37,8 @@ def test_losses_are_means_of_steps_and_counts_are_shares_of_tokens() -> None:
     assert report["clip_low_fraction"] == pytest.approx(0.1)
     assert report["entropy_mean"] == pytest.approx(1.5)
     assert report["ratio_max"] == 1.5
+    assert report["mismatch_max_ratio"] == 7.0
+    assert report["mismatch_kl"] == pytest.approx(0.1)
     assert report["num_loss_tokens"] == 40.0
 
 

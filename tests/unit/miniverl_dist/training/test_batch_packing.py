@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miniverl_dist.errors import RecordError
 from miniverl_dist.observability.metrics import METRICS
 from miniverl_dist.ports import Assignment, ScoredGroup, ScoredTrajectory
 from miniverl_dist.schemas.batch import TrainBatch
@@ -167,3 +168,39 @@ def test_the_temperature_of_sampling_travels_with_the_batch() -> None:
     told = [trajectory(group_id="g", member=i, reward=float(i)) for i in range(2)]
     batch, _ = build(groups_of(told), rollout={"temperature": 0.7})
     assert batch.temperature == 0.7
+
+
+MOE = {"kind": "megatron", "config": "configs/models/tiny_qwen3_moe.json"}
+REPLAY = {"student": {"model": MOE}, "rollout": {"routing_replay": "on"}}
+
+
+def routed(told: Trajectory, num_rows: int) -> Trajectory:
+    fields = {name: getattr(told, name) for name in Trajectory.model_fields}
+    rows = np.random.default_rng(num_rows).integers(0, 8, (num_rows, 4, 2)).astype("uint8")
+    return Trajectory.model_validate(fields | {"routed_experts": rows})
+
+
+def test_routing_stands_at_its_tokens_where_it_is_replayed() -> None:
+    plain = trajectory("abc", group_id="g", member=0, context_after="x")
+    size = int(np.flatnonzero(plain.loss_mask)[-1]) + 1
+    told = [
+        routed(trajectory("ab", group_id="g", member=1), 3),
+        plain,
+        # More rows than tokens that are trained on: an answer to the last call was read too.
+        routed(trajectory("abc", group_id="g", member=2, context_after="x"), size + 1),
+    ]
+    batch, _ = build(groups_of(told), **REPLAY)
+    starts, found = batch.sequence_starts, batch.routed_experts
+    assert found is not None
+    assert found.shape == (starts[-1], 4, 2)
+    np.testing.assert_array_equal(found[:3], told[0].routed_experts)
+    assert (found[3 : starts[2]] == -1).all()
+    assert told[2].routed_experts is not None
+    np.testing.assert_array_equal(found[starts[2] :], told[2].routed_experts[:size])
+    unused, _ = build(groups_of(told), student={"model": MOE})
+    assert unused.routed_experts is None
+
+
+def test_a_replay_without_any_routing_is_refused() -> None:
+    with pytest.raises(RecordError, match="no trajectory of the batch holds routed experts"):
+        build(groups_of([trajectory("abc", group_id="g")]), **REPLAY)

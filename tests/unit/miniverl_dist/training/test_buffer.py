@@ -292,3 +292,70 @@ async def test_take_gives_up_in_words() -> None:
         await buffer.take(2)
     buffer.put(filled(second))
     assert tickets(await buffer.take(2)) == [0, 1]
+
+
+class TestEach:
+    """Groups are handed on as they arrive, while the batch is awaited."""
+
+    async def test_in_the_order_of_arrival_with_their_places(self) -> None:
+        buffer = GroupBuffer(FakeCurriculum(), sizes(3, 1))
+        places = await open_places(buffer)
+        seen: list[tuple[int, int]] = []
+
+        async def each(place: int, group: ScoredGroup) -> None:
+            seen.append((place, group.assignment.ticket))
+
+        taking = asyncio.ensure_future(buffer.take(3, each))
+        for ticket in (4, 2, 0, 3, 1):  # 3 and 4 are of the next batch
+            buffer.put(filled(places[ticket]))
+            for _ in range(4):
+                await asyncio.sleep(0)
+        assert tickets(await taking) == [0, 1, 2]
+        assert seen == [(2, 2), (0, 0), (1, 1)]
+
+    async def test_one_at_a_time_and_in_fifo_order_where_several_are_there(self) -> None:
+        buffer = GroupBuffer(FakeCurriculum(), sizes(3))
+        for place in reversed(await open_places(buffer)):
+            buffer.put(filled(place))
+        running, seen = 0, []
+
+        async def each(place: int, group: ScoredGroup) -> None:
+            nonlocal running
+            running += 1
+            assert running == 1
+            await asyncio.sleep(0)
+            running -= 1
+            seen.append(place)
+
+        await buffer.take(3, each)
+        assert seen == [0, 1, 2]
+
+    async def test_a_group_that_is_too_stale_is_never_handed_on(self) -> None:
+        buffer = GroupBuffer(FakeCurriculum(), sizes(), publish_of_version={0: 0, 1: 1})
+        first, second = await open_places(buffer)
+        buffer.note_publish(1)
+        buffer.put(filled(first, num_publishes=0, version=0))
+        buffer.put(filled(second, num_publishes=1, version=1))
+        seen: list[str] = []
+
+        async def each(place: int, group: ScoredGroup) -> None:
+            seen.append(group.assignment.group_id)
+
+        taking = asyncio.ensure_future(buffer.take(2, each))
+        again = await buffer.next_assignment()
+        for _ in range(4):
+            await asyncio.sleep(0)
+        buffer.put(filled(again, num_publishes=1, version=1))
+        assert [g.assignment.group_id for g in await taking] == ["000000.1", "000001.0"]
+        assert seen == ["000001.0", "000000.1"]
+
+    async def test_its_failure_ends_the_wait(self) -> None:
+        buffer = GroupBuffer(FakeCurriculum(), sizes())
+        buffer.put(filled((await open_places(buffer))[1]))
+
+        async def each(place: int, group: ScoredGroup) -> None:
+            raise EngineError("broken")
+
+        with pytest.raises(EngineError, match="broken"):
+            await buffer.take(2, each)
+        assert [t for t in asyncio.all_tasks() if t is not asyncio.current_task()] == []

@@ -120,8 +120,8 @@ class TestCommit:
     async def test_a_writer_that_hides_why_it_failed_is_explained_by_the_disk(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        usage = shutil.disk_usage(folder.parent)
-        folder.mkdir()
+        await made(folder, 1)
+        usage = shutil.disk_usage(folder)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4096))
         error = CheckpointError("rank 1: cannot write weights: CheckpointException")
         with pytest.raises(CheckpointError, match="not written: the disk is full; former"):

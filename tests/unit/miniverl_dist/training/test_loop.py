@@ -339,7 +339,7 @@ class TestFailures:
     async def test_groups_that_do_not_come_are_a_deadline(self, tmp_path: Path) -> None:
         world = World(tmp_path, run_config(deadlines={"take_s": 0.02, "generate_s": 0.01}))
         world.rollouts.gates[0, 0] = asyncio.Event()
-        with pytest.raises(DeadlineError, match=r"only 0 of 2 groups arrived"):
+        with pytest.raises(DeadlineError, match=r"only 1 of 2 groups arrived"):
             await world.trainer().run()
 
     async def test_a_publish_that_nobody_confirms_ends_the_run(self, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from miniverl_dist.config.recipe import LossConfig
 from miniverl_dist.errors import RecordError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.progress import SilentProgress
@@ -89,3 +91,42 @@ def test_positions_cover_what_a_commit_holds_and_no_more(recorder: Recorder) -> 
     recorder.evaluation_trajectory("after", "student", trajectory())
     size = (recorder.run.path / "metrics.jsonl").stat().st_size
     assert recorder.positions() == {"metrics.jsonl": size, "trajectories.jsonl": 0}
+
+
+NEAR = {"step": 4, "policy_lag_max": 1, "mismatch_mean_abs": 0.01, "mismatch_max_ratio": 2.0}
+
+
+class TestMismatchAlarm:
+    def events(self, recorder: Recorder, loss: dict[str, object], **changes: float) -> list[object]:
+        recorder.check_mismatch(NEAR | changes, LossConfig.model_validate(loss))
+        return list(recorder.run.read_jsonl(RecordFile.EVENTS))
+
+    def test_engine_and_trainer_that_agree_raise_none(self, recorder: Recorder) -> None:
+        assert self.events(recorder, {}) == []
+        limits = {"mismatch_alarm_mean": 0.01, "mismatch_alarm_ratio": 2.0}
+        assert self.events(recorder, limits) == []
+
+    @pytest.mark.parametrize(
+        ("name", "value", "limit"),
+        [
+            ("mismatch_mean_abs", 0.06, 0.05),
+            ("mismatch_mean_abs", math.nan, 0.05),
+            ("mismatch_max_ratio", 51.0, 50.0),
+        ],
+    )
+    def test_either_limit_raises_one(
+        self, recorder: Recorder, name: str, value: float, limit: float
+    ) -> None:
+        [event] = self.events(recorder, {}, **{name: value})
+        assert event["event"] == "engine_mismatch"
+        assert event["limits"] == {name: limit}
+        assert (event["step"], event["policy_lag_max"]) == (4, 1)
+        assert {"mismatch_mean_abs", "mismatch_max_ratio"} <= event.keys()
+
+    def test_null_switches_a_limit_off(self, recorder: Recorder) -> None:
+        off = {"mismatch_alarm_mean": None, "mismatch_alarm_ratio": None}
+        assert self.events(recorder, off, mismatch_mean_abs=9.0, mismatch_max_ratio=1e6) == []
+
+    def test_what_a_student_does_not_report_raises_none(self, recorder: Recorder) -> None:
+        recorder.check_mismatch({"step": 1, "policy_lag_max": 0}, LossConfig())
+        assert recorder.run.read_jsonl(RecordFile.EVENTS) == []

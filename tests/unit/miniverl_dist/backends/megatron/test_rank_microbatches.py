@@ -63,6 +63,11 @@ def check_predictions(batch: Packed, parts: list[list[RankMicrobatch]]) -> None:
         found += part.packed.tolist()
         before = part.token_rows.reshape(-1)[part.places]
         assert before.tolist() == batch.rows[part.packed - 1].tolist()
+        assert part.inputs.reshape(-1)[part.places].tolist() == (part.packed - 1).tolist()
+        is_inside = part.inputs >= 0
+        assert part.token_rows[is_inside].tolist() == batch.rows[part.inputs[is_inside]].tolist()
+        # Rows begin at 100: 0 is padding.
+        assert (is_inside == (part.token_rows > 0)).all()
         assert part.targets.tolist() == batch.rows[part.packed].tolist()
         assert part.sequences.tolist() == sequence_of[part.packed].tolist()
         position = part.position_ids.reshape(-1)[part.places]

@@ -30,6 +30,7 @@ from miniverl_dist.backends.megatron.setup import (
     padded_vocab_size,
 )
 from miniverl_dist.backends.megatron.weights import layout_of, load_hf
+from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.config.cluster import ParallelConfig
 from miniverl_dist.config.recipe import OptimConfig
 from miniverl_dist.config.roles import MegatronModelConfig
@@ -67,7 +68,7 @@ def test_one_process_can_be_a_student_twice(monkeypatch: pytest.MonkeyPatch) -> 
 
 def refused(_: Rank) -> tuple[str, str]:
     with pytest.raises(ConfigError) as layout:
-        init_ranks(0, 1, "127.0.0.1", 0, ParallelConfig(tensor=2), 5.0)
+        init_ranks(RankAddress(), ParallelConfig(tensor=2), 5.0)
     assert not dist.is_initialized()
     with single_rank(ParallelConfig()), pytest.raises(ConfigError) as decoder:
         built("qwen3", ParallelConfig(expert_tensor=2))
