@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from actors.tasks import make_environment, resolve_tasks
+from miniverl_dist.backends.megatron.architecture import read_architecture
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import HFModelConfig, MegatronModelConfig, ToyModelConfig
 from miniverl_dist.environments.base import Environment
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.ports import ChatFormat, Clock
+from miniverl_dist.schemas.routing import RoutingShape
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
@@ -73,6 +75,24 @@ def stage_for(
         limit = min(limit, model.max_context_tokens)
     limits = config.rollout.model_copy(update={"max_context_tokens": limit})
     return Stage(environment, chat, parser(WIRE_FORMAT), limits)
+
+
+def routing_shape(config: RunConfig) -> RoutingShape | None:
+    """What the engine's routed experts look like; None where they are not replayed.
+
+    Raises:
+        ConfigError: they are to be, but the student has no experts.
+    """
+    model = config.student.model
+    if config.rollout.routing_replay == "off" or isinstance(model, ToyModelConfig):
+        return None
+    arch = read_architecture(model.config)
+    if arch.experts is None:
+        raise ConfigError(
+            f"rollout.routing_replay is on, but {model.config.name} describes a {arch.model_type} "
+            "decoder, which has no experts: set it off"
+        )
+    return RoutingShape(arch.num_layers, arch.experts.experts_per_token, arch.experts.num_experts)
 
 
 def has_declared_vocabulary(config: RunConfig) -> bool:

@@ -20,6 +20,7 @@ from miniverl_dist.generate_api.wire import (
 )
 from miniverl_dist.ports import ChatFormat
 from miniverl_dist.schemas.messages import ToolCall
+from miniverl_dist.schemas.routing import ExpertRows, RoutingShape, decode_engine_rows
 from miniverl_dist.schemas.seeds import derive_seed
 from rollout_server.engines.base import Engine
 
@@ -36,6 +37,8 @@ class Turn:
     """[len(token_ids)] nats at the sampling temperature; None when nothing was sampled."""
     weight_versions: tuple[int, ...]
     finish: Literal["turn_end", "other_end", "length"]
+    routed_experts: ExpertRows | None = None
+    """[prompt and turn - 1, layers, experts per token]; None when the engine was not asked."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Policy(Protocol):
 
 
 class EnginePolicy:
-    """Samples from an inference engine."""
+    """Samples from an inference engine; with ``routing``, it asks for the experts chosen too."""
 
     def __init__(
         self,
@@ -72,8 +75,10 @@ class EnginePolicy:
         *,
         other_stop_ids: Sequence[int] = (),
         deadline_s: float = 600.0,
+        routing: RoutingShape | None = None,
     ) -> None:
         self._engine = engine
+        self._routing = routing
         self._turn_end = chat.turn_end_id
         self._sampling = sampling
         self._stop_ids = (chat.turn_end_id, *other_stop_ids)
@@ -93,6 +98,7 @@ class EnginePolicy:
                 sampling_seed=moment.seed,
             ),
             return_logprob=True,
+            return_routed_experts=self._routing is not None,
         )
         try:
             # Waits for the engine's slots; freed by running requests that finish.
@@ -102,9 +108,9 @@ class EnginePolicy:
                 f"engine {self._engine.name} gave no reply in {self._deadline_s} s "
                 "(deadlines.generate_s)"
             ) from error
-        return self._turn(reply)
+        return self._turn(reply, len(prompt))
 
-    def _turn(self, reply: GenerateReply) -> Turn:
+    def _turn(self, reply: GenerateReply, prompt_tokens: int) -> Turn:
         meta, ids = reply.meta_info, reply.output_ids
         entries = meta.output_token_logprobs
         if entries is None or tuple(entry[1] for entry in entries) != ids:
@@ -121,7 +127,20 @@ class EnginePolicy:
             finish = "turn_end"  # also as the last token allowed, which engines call length
         elif meta.finish_reason.type == "length":
             finish = "length"
-        return Turn(ids, tuple(logprobs.tolist()), self._versions(meta), finish)
+        rows = self._rows(meta, prompt_tokens + len(ids) - 1)
+        return Turn(ids, tuple(logprobs.tolist()), self._versions(meta), finish, rows)
+
+    def _rows(self, meta: MetaInfo, num_rows: int) -> ExpertRows | None:
+        """The engine's routing of all tokens it was fed."""
+        if self._routing is None:
+            return None
+        if meta.routed_experts is None:
+            raise EngineError(
+                f"engine {self._engine.name} returned no routed experts, but "
+                "rollout.routing_replay is on: start SGLang with --enable-return-routed-experts, "
+                "and serve a mixture-of-experts model"
+            )
+        return decode_engine_rows(meta.routed_experts, self._routing, num_rows)
 
     def _versions(self, meta: MetaInfo) -> tuple[int, ...]:
         """Policy versions that sampled the turn, oldest first."""

@@ -11,6 +11,7 @@ import numpy as np
 from miniverl_dist.errors import RecordError
 from miniverl_dist.ports import ChatFormat, Piece
 from miniverl_dist.schemas.messages import Message, ToolCall, ToolSchema
+from miniverl_dist.schemas.routing import ExpertRows, check_distinct
 from miniverl_dist.schemas.trajectory import ASSISTANT_KINDS, LogprobArray, Span, SpanKind
 from rollout_server.policies import Turn
 
@@ -30,6 +31,7 @@ class Transcript:
         self.spans: list[Span] = []
         self.messages: list[Message] = []
         self._logprobs: list[float] = []
+        self._routing: list[ExpertRows] = []
         self._counts: Counter[str] = Counter()
         self._pending: list[int] = []  # a closing that waits for the span after it
         self._append_piece(chat.system(tools), None)
@@ -43,6 +45,11 @@ class Transcript:
     def rollout_logprobs(self) -> LogprobArray:
         """[T] nats; NaN where nothing was sampled."""
         return np.array(self._logprobs, dtype=np.float64)
+
+    @property
+    def routed_experts(self) -> ExpertRows | None:
+        """[R, layers, experts per token] of the first R tokens; None where no turn had any."""
+        return np.concatenate(self._routing) if self._routing else None
 
     def open_assistant(self) -> list[int]:
         """Append the assistant opening to the span before it; returns the whole prompt."""
@@ -96,6 +103,8 @@ class Transcript:
         self.messages.append(Message(role="assistant", content=text, tool_calls=tuple(calls)))
         start = len(self.token_ids)
         self._extend(turn.token_ids, turn.logprobs)
+        if turn.routed_experts is not None:
+            self._add_routing(turn.routed_experts)
         self._add_span(
             kind,
             start,
@@ -105,6 +114,21 @@ class Transcript:
         )
         cut = [] if turn.finish != "length" else [self._chat.turn_end_id]
         self._pending = [*cut, *self._chat.assistant_closing().token_ids]
+
+    def _add_routing(self, rows: ExpertRows) -> None:
+        """Take a turn's rows of the tokens that no earlier turn has covered.
+
+        The earlier ones stay: they are of the passes that the earlier turns were sampled from,
+        while a later turn may have computed its prompt anew under other weights.
+        """
+        if len(rows) != len(self.token_ids) - 1:
+            raise RecordError(
+                f"a turn brought the routing of {len(rows)} tokens, the transcript has "
+                f"{len(self.token_ids)}: expected all but the last"
+            )
+        new = rows[sum(map(len, self._routing)) :]
+        check_distinct(new)
+        self._routing.append(new)
 
     def _add_written(self, message: Message) -> None:
         self.messages.append(message)

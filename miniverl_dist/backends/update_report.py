@@ -14,6 +14,8 @@ REPORTED = (
     "entropy_mean",
     "reference_kl_mean",
     "mismatch_mean_abs",
+    "mismatch_max_ratio",
+    "mismatch_kl",
     "mismatch_capped_fraction",
 )
 PER_STEP = ("loss", "policy_loss", "kl_loss", "grad_norm")

@@ -85,6 +85,7 @@ class RunConfig(ConfigModel):
             self._sampling_problem(),
             self._size_problem(),
             self._student_problem(),
+            self._accumulation_problem(),
         ):
             if problem:
                 raise ValueError(problem)
@@ -154,6 +155,8 @@ class RunConfig(ConfigModel):
                 return f"cluster.student asks for {ranks} ranks, but a toy student has one"
             if self.rollout.engine is not None:
                 return "rollout.engine: a toy student brings its own engine; remove the section"
+            if self.rollout.routing_replay == "on":
+                return "rollout.routing_replay: a toy student has no experts to replay; set it off"
             return None
         if problem := model.parallel.problem(ranks):
             where = "cluster.student" if self.runtime == "cluster" else f"runtime {self.runtime}"
@@ -164,3 +167,17 @@ class RunConfig(ConfigModel):
                 "parallel.context 1, or another loss"
             )
         return None
+
+    def _accumulation_problem(self) -> str | None:
+        """A group's gradients are final before the batch is whole."""
+        if not self.loop.accumulate:
+            return None
+        why = None
+        if self.loop.num_minibatches > 1:
+            why = (
+                f"loop.num_minibatches {self.loop.num_minibatches}: all groups of a batch go into "
+                "one optimizer step"
+            )
+        elif self.opd is not None and self.opd.baseline != "none":
+            why = f"opd.baseline {self.opd.baseline}: it is taken over the whole batch"
+        return why and f"loop.accumulate does not go with {why}; change it, or leave accumulate out"

@@ -37,9 +37,11 @@ _PER_TOKEN = {
     "dual_clip_tokens": "dual_clip_fraction",
     "mismatch_capped_tokens": "mismatch_capped_fraction",
     "mismatch_abs_sum": "mismatch_mean_abs",
+    "mismatch_kl_sum": "mismatch_kl",
     "reference_kl_sum": "reference_kl_mean",
     "entropy_sum": "entropy_mean",  # added by the backend, which has the logits
 }
+_LARGEST = {"mismatch_ratio_max": "mismatch_max_ratio"}
 
 
 def policy_loss(  # noqa: PLR0913 -- eight arrays that mean different things, named at the call
@@ -146,7 +148,7 @@ def summarize(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
         if name in _PER_TOKEN:
             report[_PER_TOKEN[name]] = float(value) / num_tokens
         elif name != "num_tokens":
-            report[name] = float(value)
+            report[_LARGEST.get(name, name)] = float(value)
     return report
 
 
@@ -268,8 +270,17 @@ def _clipped_surrogate(
 
 
 def _engine_mismatch(tokens: _Tokens, cap: float | None) -> tuple[Tensor, Metrics]:
-    """Truncated importance weight between trainer and engine, and how far the two are apart."""
-    metrics: Metrics = {"mismatch_abs_sum": (tokens.proximal - tokens.rollout).abs().sum()}
+    """Truncated importance weight between trainer and engine, and how far the two are apart.
+
+    The KL is that of engine and trainer, estimated on the engine's own samples. A teacher with the
+    very weights of the student would measure no less: below it, a reverse KL means nothing.
+    """
+    gap = (tokens.proximal - tokens.rollout).abs()
+    metrics: Metrics = {
+        "mismatch_abs_sum": gap.sum(),
+        "mismatch_ratio_max": _largest(_ratio(gap, torch.zeros_like(gap)), tokens.mask),
+        "mismatch_kl_sum": k3(tokens.rollout, tokens.proximal).sum(),
+    }
     if cap is None:
         return torch.ones_like(tokens.proximal), metrics
     ratio = _ratio(tokens.proximal, tokens.rollout)

@@ -72,6 +72,10 @@ METRICS: Final[Mapping[str, Metric]] = {
     "ratio_max": Metric("ratio", "largest policy/proximal ratio"),
     "entropy_mean": Metric("nats", "mean entropy of the policy on trained tokens"),
     "mismatch_mean_abs": Metric("nats", "mean |proximal - rollout| log-probability"),
+    "mismatch_max_ratio": Metric("ratio", "largest ratio, either way, of proximal and rollout"),
+    "mismatch_kl": Metric(
+        "nats", "k3 estimate of KL(engine || trainer): the floor of a self-teacher's reverse KL"
+    ),
     "mismatch_capped_fraction": Metric("fraction", "tokens whose mismatch weight was capped"),
     "policy_lag_mean": Metric("publishes", "mean publishes between sampling and use"),
     "policy_lag_max": Metric("publishes", "largest number of publishes between sampling and use"),
@@ -82,6 +86,9 @@ METRICS: Final[Mapping[str, Metric]] = {
     "finished_tasks_fraction": Metric("fraction", "tasks whose T has reached its limit"),
     # Time and memory
     "seconds_take": Metric("seconds", "waiting for groups"),
+    "seconds_accumulate": Metric(
+        "seconds", "gradients of groups that were in while others were awaited; in seconds_take"
+    ),
     "seconds_build": Metric("seconds", "building the batch"),
     "seconds_update": Metric("seconds", "updating the student"),
     "seconds_publish": Metric("seconds", "publishing weights"),

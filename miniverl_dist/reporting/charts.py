@@ -71,13 +71,14 @@ CHARTS: Final = (
         "Engine mismatch",
         "Trainer against sampling engine under the same weights: should be flat and near 0.",
         "nats",
-        ("mismatch_mean_abs",),
+        ("mismatch_mean_abs", "mismatch_kl"),
     ),
     Chart(
-        "Policy ratio",
-        "Largest policy/proximal ratio of the step; far above the clip bound the batch is old.",
+        "Largest ratios",
+        "Policy/proximal: far above the clip bound the batch is old. Trainer against engine: the "
+        "token that the two see most differently.",
         "ratio",
-        ("ratio_max",),
+        ("ratio_max", "mismatch_max_ratio"),
     ),
     Chart(
         "Entropy",

@@ -38,6 +38,7 @@ _NOTABLE_EVENTS: Final = frozenset(
         "stopped",
         "run_failed",
         "alarm",
+        "engine_mismatch",
         "baseline_failed",
         "evaluation_failed",
         "update_failed",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miniverl_dist.errors import BatchError
+from miniverl_dist.schemas.routing import PackedRows
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -47,6 +48,9 @@ class TrainBatch:
     """Version the sampling engines held (the oldest in the batch)."""
     temperature: float
     """Sampling temperature; the trainer divides its logits by it."""
+    routed_experts: PackedRows | None = None
+    """[N, layers, experts per token] the engine's routing of each token, -1 where a token has none;
+    None: the trainer routes by itself."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What building the batch measured (reward, reverse KL, drops); for the step's record."""
 
@@ -68,6 +72,13 @@ class TrainBatch:
             raise BatchError("advantages must be finite, and 0 off the loss mask")
         if not np.array_equal(np.isfinite(self.rollout_logprobs), self.loss_mask):
             raise BatchError("rollout_logprobs must be finite exactly on the loss mask")
+        if self.routed_experts is not None and (
+            self.routed_experts.ndim != 3 or len(self.routed_experts) != num_tokens
+        ):
+            raise BatchError(
+                f"routed_experts have shape {list(self.routed_experts.shape)}, expected "
+                f"[{num_tokens}, layers, experts per token]"
+            )
         self._check_minibatches()
 
     def _check_minibatches(self) -> None:

@@ -15,6 +15,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from miniverl_dist.errors import MaskMismatchError, RecordError
 from miniverl_dist.schemas.messages import FrozenModel, Message, ParsedCall
+from miniverl_dist.schemas.routing import RoutedExperts
 
 
 class SpanKind(StrEnum):
@@ -146,6 +147,9 @@ class Trajectory(FrozenModel):
     termination: Termination
     sampling: SamplingRecord
     seed: int
+    routed_experts: RoutedExperts | None = None
+    """[R, layers, experts per token], R <= T: the engine's routing of the first R tokens; None
+    where it was not asked for."""
     notes: dict[str, Any] = Field(default_factory=dict)
     """Free diagnostics (seconds, error text); no result may depend on them."""
 
@@ -166,6 +170,11 @@ class Trajectory(FrozenModel):
                 "its spans define"
             )
         self._check_logprobs()
+        if self.routed_experts is not None and len(self.routed_experts) > num_tokens:
+            raise RecordError(
+                f"trajectory {self.trajectory_id}: routed_experts has {len(self.routed_experts)} "
+                f"rows for {num_tokens} tokens"
+            )
         if len(self.exec_successes) != len(self.tool_calls):
             raise RecordError(
                 f"trajectory {self.trajectory_id}: {len(self.exec_successes)} exec_successes "

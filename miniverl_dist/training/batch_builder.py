@@ -30,6 +30,7 @@ from miniverl_dist.errors import RecordError, TeacherDropFractionError
 from miniverl_dist.packing import sequence_ids, sequence_starts, split_minibatches
 from miniverl_dist.ports import ScoredGroup, ScoredTrajectory
 from miniverl_dist.schemas.batch import BoolArray, FloatArray, IntArray, TrainBatch
+from miniverl_dist.schemas.routing import PackedRows, pack_rows
 from miniverl_dist.schemas.teacher import TeacherRefusal, TeacherScore
 from miniverl_dist.schemas.trajectory import HARNESS_TERMINATIONS, Trajectory
 
@@ -230,8 +231,24 @@ def _pack(
         num_sequences=tuple(int((steps == k).sum()) for k in range(num_steps)),
         policy_version=min(m.trajectory.oldest_version for m in members),
         temperature=config.rollout.temperature,
+        routed_experts=_routing(members, cuts, config),
         metrics=metrics,
     )
+
+
+def _routing(
+    members: Sequence[ScoredTrajectory], cuts: Sequence[int], config: RunConfig
+) -> PackedRows | None:
+    """[N, layers, experts per token]; None where the trainer is to route by itself."""
+    if config.rollout.routing_replay == "off":
+        return None
+    rows = [member.trajectory.routed_experts for member in members]
+    if all(array is None for array in rows):
+        raise RecordError(
+            "rollout.routing_replay is on, but no trajectory of the batch holds routed experts: "
+            "they were sampled without it"
+        )
+    return pack_rows(rows, cuts)
 
 
 def _token_advantages(

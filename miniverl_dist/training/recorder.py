@@ -5,10 +5,12 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
+from miniverl_dist.config.recipe import LossConfig
 from miniverl_dist.observability.events import Event, EventLog
 from miniverl_dist.observability.metrics import MetricsWriter
 from miniverl_dist.observability.progress import Progress
@@ -60,6 +62,28 @@ class Recorder:
         for sink in self.sinks:
             sink(line)
         self.progress.step(line)
+
+    def check_mismatch(self, metrics: Mapping[str, float], loss: LossConfig) -> None:
+        """Write an event where trainer and engine are further apart than the config tolerates."""
+        limits = {
+            "mismatch_mean_abs": loss.mismatch_alarm_mean,
+            "mismatch_max_ratio": loss.mismatch_alarm_ratio,
+        }
+        found = {name: metrics[name] for name in limits if name in metrics}
+        above = {
+            name: limit
+            for name, limit in limits.items()
+            # Not `>`: what is not a number is an alarm too.
+            if limit is not None and name in found and not found[name] <= limit
+        }
+        if above:
+            self.event(
+                Event.ENGINE_MISMATCH,
+                step=metrics["step"],
+                policy_lag_max=metrics["policy_lag_max"],
+                limits=above,
+                **{name: value if isfinite(value) else None for name, value in found.items()},
+            )
 
     def groups(self, groups: Sequence[ScoredGroup]) -> None:
         """Write the trajectories of a trained batch."""

@@ -30,6 +30,8 @@ from transformers.initialization import no_init_weights
 
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.schemas.batch import IntArray
+from miniverl_dist.schemas.routing import ExpertRows
+from rollout_server.engines.hf_routing import RoutingTap
 from rollout_server.engines.jobs import Job
 
 SUPPORTED = ("qwen3", "qwen3_moe", "qwen3_5_moe_text")
@@ -80,6 +82,8 @@ class _Prefix:
     """B = 1, L = P."""
     logits: Logits | None
     """[V] after the last token; None for a row that has ended."""
+    routing: list[ExpertRows]
+    """Experts of the P tokens, in parts; empty for a model without."""
 
     def begins(self, prompt: IntArray) -> bool:
         """Whether ``prompt`` can go on from here."""
@@ -108,6 +112,7 @@ class BatchDecoder:
     def __init__(self, model: Any, num_vocabulary_rows: int, num_kept: int) -> None:  # noqa: ANN401
         self.counters = DecoderCounters()
         self._model = model
+        self._tap = RoutingTap(model)
         self._num_vocabulary_rows = num_vocabulary_rows
         layers = DynamicCache(config=model.config).layers
         self._is_linear = [isinstance(layer, LinearAttentionLayer) for layer in layers]
@@ -155,7 +160,9 @@ class BatchDecoder:
         lengths = torch.tensor(self._lengths)[:, None]
         mask = torch.arange(width + 1) >= width - lengths
         tokens = torch.tensor([[job.output[-1]] for job in self._jobs])
-        logits = self._forward(tokens, lengths, self._cache, mask.long())
+        logits, routing = self._forward(tokens, lengths, self._cache, mask.long())
+        for job, rows in zip(self._jobs, () if routing is None else routing, strict=False):
+            job.routing.append(rows)
         self._lengths = [length + 1 for length in self._lengths]
         self.counters.num_decoded_tokens += len(self._jobs)
         return logits
@@ -172,15 +179,19 @@ class BatchDecoder:
                 self._kept.append(prefix)  # a prompt, which others may begin with too
             prefix = self._prefilled(job.prompt, prefix)
         self._kept.append(prefix)
+        job.routing = prefix.routing.copy()
         return prefix
 
     def _prefilled(self, prompt: IntArray, prefix: _Prefix | None) -> _Prefix:
         start = 0 if prefix is None else len(prefix.tokens)
         cache = self._cache_of(None if prefix is None else prefix.layers)
         positions = torch.arange(start, len(prompt))[None]
-        logits = self._forward(torch.from_numpy(prompt[start:])[None], positions, cache, None)
+        tokens = torch.from_numpy(prompt[start:])[None]
+        logits, found = self._forward(tokens, positions, cache, None)
         self.counters.num_prefilled_tokens += len(prompt) - start
-        return _Prefix(prompt, self._layers_of(cache), logits[0])
+        routing = [] if prefix is None else prefix.routing
+        routing = routing if found is None else _as_one([*routing, found[0]])
+        return _Prefix(prompt, self._layers_of(cache), logits[0], routing)
 
     def _forward(
         self,
@@ -188,20 +199,25 @@ class BatchDecoder:
         positions: torch.Tensor,
         cache: DynamicCache,
         mask: torch.Tensor | None,
-    ) -> Logits:
-        """[B, V] logits after the last of ``tokens``, which ``cache`` takes in."""
+    ) -> tuple[Logits, ExpertRows | None]:
+        """[B, V] logits after the last of ``tokens``, which ``cache`` takes in, and their experts.
+
+        The latter [B, tokens, layers, experts per token]; None for a model without.
+        """
         device = self._model.device
-        output = self._model(
-            input_ids=tokens.to(device),
-            position_ids=positions.to(device),
-            attention_mask=None if mask is None else mask.to(device),
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with self._tap.listening():
+            output = self._model(
+                input_ids=tokens.to(device),
+                position_ids=positions.to(device),
+                attention_mask=None if mask is None else mask.to(device),
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            routing = self._tap.heard(len(tokens))
         logits = output.logits[:, -1, : self._num_vocabulary_rows]
         found: Logits = logits.float().cpu().numpy()
-        return found
+        return found, routing
 
     def _drop_all_but(self, jobs: Sequence[Job]) -> None:
         """Take rows out of the batch and keep their caches for a later turn."""
@@ -213,7 +229,7 @@ class BatchDecoder:
             if row not in stay:
                 tokens = np.concatenate([job.prompt, np.array(job.output, dtype=np.int64)])
                 rows = self._selected(layers, [row], length)
-                self._kept.append(_Prefix(tokens[:length], rows, None))
+                self._kept.append(_Prefix(tokens[:length], rows, None, _as_one(job.routing)))
         self._jobs = [self._jobs[row] for row in stay]
         self._lengths = [self._lengths[row] for row in stay]
         width = max(self._lengths, default=0)
@@ -263,6 +279,11 @@ class BatchDecoder:
             else (cache.layers[index].keys, cache.layers[index].values)
             for index, is_linear in enumerate(self._is_linear)
         ]
+
+
+def _as_one(routing: list[ExpertRows]) -> list[ExpertRows]:
+    """The same rows in one part: a job that has ended has one part per token."""
+    return [np.concatenate(routing)] if routing else []
 
 
 def _padded(tensors: Sequence[torch.Tensor], width: int) -> tuple[torch.Tensor, ...]:

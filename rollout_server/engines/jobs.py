@@ -23,6 +23,7 @@ from miniverl_dist.generate_api.wire import (
     WeightVersion,
 )
 from miniverl_dist.schemas.batch import FloatArray, IntArray
+from miniverl_dist.schemas.routing import ExpertRows, encode_engine_rows
 from rollout_server.engines.sampling import check_sampling, uniforms
 
 
@@ -44,6 +45,9 @@ class Job:
     """Leading prompt tokens that were not computed for this request."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    return_routed_experts: bool = False
+    routing: list[ExpertRows] = field(default_factory=list)
+    """[rows, layers, experts per token] of what has been fed, in order; empty without experts."""
 
     def take(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
         """Append a sampled row; says whether, and why, the request has ended."""
@@ -78,9 +82,16 @@ class Job:
             weight_version=version,
             weight_versions=(WeightVersion(version, 0, len(ids)),) if ids else (),
             output_token_logprobs=logprobs if self.return_logprob else None,
+            routed_experts=self._routed_experts(),
             e2e_latency=time.perf_counter() - self.arrived_s,
         )
         return GenerateReply(meta_info=meta, output_ids=tuple(ids))
+
+    def _routed_experts(self) -> str | None:
+        """None without experts, as SGLang answers; of all tokens but the last, which is not fed."""
+        if not self.return_routed_experts or not self.routing:
+            return None
+        return encode_engine_rows(np.concatenate(self.routing))
 
 
 AnyJob = TypeVar("AnyJob", bound=Job)
@@ -127,6 +138,7 @@ def accept(
         stop_rows=frozenset(np.flatnonzero(is_stop).tolist()),
         draws=uniforms(params.sampling_seed, min(params.max_new_tokens, room)),
         return_logprob=request.return_logprob,
+        return_routed_experts=request.return_routed_experts,
         future=asyncio.get_running_loop().create_future(),
         arrived_s=time.perf_counter(),
     )

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from miniverl_dist.config.recipe import LossConfig
 from miniverl_dist.schemas.batch import TrainBatch
+from tests.reference.forced_routing import ForcedRouting
 from tests.reference.policy_loss import OracleToken, slow_policy_loss
 
 
@@ -44,9 +45,12 @@ class OracleStep:
 def transformers_step(
     policy: Path, reference: Path, batch: TrainBatch, config: LossConfig
 ) -> OracleStep:
-    """The step of a batch with one minibatch whose ids are vocabulary rows."""
+    """The step of a batch with one minibatch whose ids are vocabulary rows.
+
+    The policy takes the batch's routing, the reference its own.
+    """
     model, frozen = (_double(path) for path in (policy, reference))
-    logprobs, entropy = _logprobs(model, batch)
+    logprobs, entropy = _logprobs(model, batch, is_forced=batch.routed_experts is not None)
     with torch.no_grad():
         reference_logprobs = _logprobs(frozen, batch)[0].tolist()
     chosen = np.flatnonzero(batch.loss_mask)
@@ -76,13 +80,18 @@ def _double(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, **settings).eval()
 
 
-def _logprobs(model: Any, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _logprobs(
+    model: Any, batch: TrainBatch, *, is_forced: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] log-probability of each token and entropy of its row, NaN at position 0."""
+    forced = ForcedRouting(model) if is_forced else None
     starts = batch.sequence_starts.tolist()
     nothing = torch.full((1,), torch.nan, dtype=torch.float64)
     logprobs, entropies = [], []
     for start, end in pairwise(starts):
         ids = torch.from_numpy(batch.token_ids[start:end])
+        if forced is not None and batch.routed_experts is not None:
+            forced.rows = torch.from_numpy(batch.routed_experts[start:end].astype(np.int64))
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].double()
         rows = torch.log_softmax(logits / batch.temperature, -1)
         logprobs += [nothing, rows[torch.arange(len(ids) - 1), ids[1:]]]

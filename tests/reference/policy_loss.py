@@ -36,6 +36,8 @@ class OracleLoss:
     dual_clip: int = 0
     capped: int = 0
     mismatch_abs: float = 0.0
+    mismatch_kl: float = 0.0
+    mismatch_ratio: float = 0.0
     reference_kl: float = 0.0
     ratio_max: float = 0.0
 
@@ -119,6 +121,8 @@ def _clipped_gain(ratio: float, advantage: float, config: LossConfig, result: Or
 def _mismatch(token: OracleToken, config: LossConfig, result: OracleLoss) -> float:
     result.mismatch_abs += abs(token.proximal - token.rollout)
     weight = math.exp(token.proximal) / math.exp(token.rollout)
+    result.mismatch_kl += weight - 1 - math.log(weight)
+    result.mismatch_ratio = max(result.mismatch_ratio, weight, 1 / weight)
     if config.mismatch_cap is None:
         return 1.0
     result.capped += weight > config.mismatch_cap

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,22 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from miniverl_dist.backends.accumulated import (
+    SUMS,
+    AccumulatedParts,
+    require_no_parts,
+    require_one_minibatch,
+)
 from miniverl_dist.backends.adamw import learning_rate
 from miniverl_dist.backends.megatron import device
+from miniverl_dist.backends.megatron.accumulate import reduce_gradients, unreduced_gradients
 from miniverl_dist.backends.megatron.architecture import Architecture
 from miniverl_dist.backends.megatron.arrays import reader
 from miniverl_dist.backends.megatron.data import RankMicrobatch, rank_microbatches
 from miniverl_dist.backends.megatron.optimizer_state import OptimizerState
+from miniverl_dist.backends.megatron.policy import PolicyArrays, policy_loss_function
 from miniverl_dist.backends.megatron.reference import FrozenWeights
+from miniverl_dist.backends.megatron.routing_replay import check_rows
 from miniverl_dist.backends.megatron.setup import build_model, build_optimizer
 from miniverl_dist.backends.megatron.step import (
     LossFunction,
@@ -60,7 +69,7 @@ from miniverl_dist.errors import (
     MiniverlError,
     StudentLostError,
 )
-from miniverl_dist.objective.policy_loss import Metrics, policy_loss, reference_kl_penalty
+from miniverl_dist.objective.policy_loss import Metrics, reference_kl_penalty
 from miniverl_dist.objective.reduction import Denominators
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import (
@@ -71,22 +80,8 @@ from miniverl_dist.schemas.batch import (
     TrainBatch,
     UpdateResult,
 )
+from miniverl_dist.schemas.routing import PackedRows
 from miniverl_dist.schemas.weights import NamedArrays, weights_checksum
-
-
-@dataclass(frozen=True)
-class _Arrays:
-    """Packed arrays of one update; what is off the loss mask is NaN or 0 and never read."""
-
-    batch: TrainBatch
-    advantages: FloatArray
-    """[N]; lowered by the KL to the reference under ``k1_in_reward``."""
-    proximal: FloatArray
-    """[N] nats."""
-    reference: FloatArray | None
-    """[N] nats."""
-    sequence_lengths: IntArray
-    """[B] loss tokens of each whole sequence, which context parallelism splits over ranks."""
 
 
 class MegatronBackend:
@@ -143,6 +138,7 @@ class MegatronBackend:
         self._num_optimizer_steps = 0
         self._reference = FrozenWeights(self.model.module) if loss.kl_coef > 0 else None
         self._folder = StudentFolder(self.model, model, tokenizer)
+        self._parts = AccumulatedParts()
         self._lost = ""
 
     @property
@@ -154,18 +150,8 @@ class MegatronBackend:
         """See ``StudentBackend``."""
         started_s = time.perf_counter()
         self._require_whole()
-        rows = self._vocabulary.rows(batch.token_ids)
-        useful = sequences_with_targets(batch.sequence_starts, batch.loss_mask)
-        if not len(useful):
-            raise BatchError(
-                f"none of the batch's {len(batch.group_ids)} sequences has a token to train on"
-            )
-        steps = {
-            minibatch: self._cut(
-                batch, rows, batch.loss_mask, useful[batch.minibatch_ids[useful] == minibatch]
-            )
-            for minibatch in np.unique(batch.minibatch_ids[useful]).tolist()
-        }
+        require_no_parts(self._parts, "an update")
+        steps = self._minibatches(batch)
         lr = learning_rate(self._optim, self.num_updates, self._num_steps)
         with self._all_or_lost():
             arrays = self._arrays(batch, [part for parts in steps.values() for part in parts])
@@ -176,9 +162,44 @@ class MegatronBackend:
         metrics |= {"lr": lr, "seconds_update": time.perf_counter() - started_s}
         return UpdateResult(self.policy_version, len(taken), metrics)
 
+    def accumulate(self, batch: TrainBatch, place: int) -> None:
+        """See ``StudentBackend``; summed as they come, on each rank."""
+        started_s = time.perf_counter()
+        self._require_whole()
+        with self._all_or_lost():
+            require_one_minibatch(batch)
+            ((_, cuts),) = self._minibatches(batch).items()
+            loss_function = self._policy_loss(self._arrays(batch, cuts), SUMS)
+            with unreduced_gradients(self.model), self.model.routing.of_batch(batch.routed_experts):
+                metrics = train_microbatches(self.model, cuts, loss_function)
+            self._parts.add(place, batch, metrics, {}, started_s)
+
+    def commit_accumulated(self) -> UpdateResult:
+        """See ``StudentBackend``."""
+        started_s = time.perf_counter()
+        self._require_whole()
+        parts, reduction = self._parts, self._loss.reduction
+        divisor = parts.divisor(reduction)
+        lr = learning_rate(self._optim, self.num_updates, self._num_steps)
+        with self._all_or_lost():
+            reduce_gradients(self.model, divisor)
+            own = parts.step_metrics(reduction)
+            taken = agreed_step(self.optimizer, own, lr, before_step=self._count_step)
+        self.clear_gradients()
+        self.policy_version += 1
+        self.num_updates += 1
+        metrics = update_report([taken])
+        metrics |= {"lr": lr, "seconds_update": parts.seconds + time.perf_counter() - started_s}
+        return UpdateResult(self.policy_version, 1, metrics)
+
+    def discard_accumulated(self) -> None:
+        """See ``StudentBackend``."""
+        self.clear_gradients()
+
     def sft_update(self, batch: SftBatch, learning_rate: float) -> dict[str, float]:
         """See ``StudentBackend``. Mean cross-entropy over the masked tokens."""
         self._require_whole()
+        require_no_parts(self._parts, "a supervised step")
         rows = self._vocabulary.rows(batch.token_ids)
         num_tokens = int(batch.loss_mask.sum())
         if num_tokens == 0:
@@ -209,11 +230,13 @@ class MegatronBackend:
     def logprobs(self, batch: TrainBatch) -> FloatArray:
         """See ``StudentBackend``; the same on every rank."""
         self._require_whole()
+        check_rows(batch.routed_experts, self.model.arch.experts, self.model.arch.num_layers)
         rows = self._vocabulary.rows(batch.token_ids)
         mask = np.ones(len(rows), dtype=np.bool_)
         mask[batch.sequence_starts[:-1]] = False
         parts = self._cut(batch, rows, mask, np.arange(len(batch.group_ids)))
-        return np.where(mask, self._packed(parts, batch), np.nan)
+        with self.model.routing.of_batch(batch.routed_experts):
+            return np.where(mask, self._packed(parts, batch), np.nan)
 
     def snapshot(self) -> WeightSnapshot:
         """See ``StudentBackend``; every rank gets all weights, so it is for small students."""
@@ -247,6 +270,7 @@ class MegatronBackend:
 
     def load(self, directory: Path, policy_version: int) -> None:
         """See ``StudentBackend``; the layout may be another than the one that saved."""
+        self.clear_gradients()
         counters = self._folder.load(directory, policy_version, self._state, self._reference)
         self.policy_version = policy_version
         self.num_updates = counters.num_updates
@@ -263,6 +287,21 @@ class MegatronBackend:
     def _join(self, address: RankAddress, timeout_s: float) -> None:
         """Meet the other ranks and make the groups."""
         device.init_ranks(address, self._config.parallel, timeout_s)
+
+    def _minibatches(self, batch: TrainBatch) -> dict[int, list[RankMicrobatch]]:
+        """This rank's microbatches of each optimizer step that has a token to train on."""
+        check_rows(batch.routed_experts, self.model.arch.experts, self.model.arch.num_layers)
+        rows = self._vocabulary.rows(batch.token_ids)
+        useful = sequences_with_targets(batch.sequence_starts, batch.loss_mask)
+        if not len(useful):
+            raise BatchError(
+                f"none of the batch's {len(batch.group_ids)} sequences has a token to train on"
+            )
+        of_step = batch.minibatch_ids[useful]
+        return {
+            minibatch: self._cut(batch, rows, batch.loss_mask, useful[of_step == minibatch])
+            for minibatch in np.unique(of_step).tolist()
+        }
 
     def _cut(
         self, batch: TrainBatch | SftBatch, rows: IntArray, mask: BoolArray, sequences: IntArray
@@ -290,13 +329,15 @@ class MegatronBackend:
             temperature=batch.temperature,
         )
 
-    def _arrays(self, batch: TrainBatch, parts: list[RankMicrobatch]) -> _Arrays:
+    def _arrays(self, batch: TrainBatch, parts: list[RankMicrobatch]) -> PolicyArrays:
         """What stays the same over all optimizer steps of a batch."""
         lengths = np.add.reduceat(batch.loss_mask.astype(np.int64), batch.sequence_starts[:-1])
         # In the microbatches of the steps themselves: the first ratio is then 1 to the last bit.
-        proximal = self._packed(parts, batch)
+        with self.model.routing.of_batch(batch.routed_experts):
+            proximal = self._packed(parts, batch)
         if self._reference is None:
-            return _Arrays(batch, batch.advantages, proximal, None, lengths)
+            return PolicyArrays(batch, batch.advantages, proximal, None, lengths)
+        # Routed by itself: the engine's choice says nothing of another policy's.
         with self._reference.in_place():
             reference = self._packed(parts, batch)
         advantages = batch.advantages
@@ -308,54 +349,44 @@ class MegatronBackend:
                 mask=torch.from_numpy(batch.loss_mask),
                 kl_coef=self._loss.kl_coef,
             ).numpy()
-        return _Arrays(batch, advantages, proximal, reference, lengths)
+        return PolicyArrays(batch, advantages, proximal, reference, lengths)
 
     def _policy_step(
-        self, arrays: _Arrays, minibatch: int, parts: list[RankMicrobatch], lr: float
+        self, arrays: PolicyArrays, minibatch: int, parts: list[RankMicrobatch], lr: float
     ) -> Metrics:
         batch = arrays.batch
-        where = device.current_device()
         denominators = Denominators(
-            batch.num_loss_tokens[minibatch],
-            batch.num_sequences[minibatch],
-            torch.from_numpy(arrays.sequence_lengths).to(where),
+            batch.num_loss_tokens[minibatch], batch.num_sequences[minibatch]
         )
+        loss_function = self._policy_loss(arrays, denominators)
+        return self._step(parts, loss_function, lr, batch.routed_experts)
 
-        def loss_function(part: RankMicrobatch, hidden: Tensor) -> tuple[Tensor, Metrics]:
-            def take(array: FloatArray) -> Tensor:
-                return torch.from_numpy(array[part.packed]).to(where)
+    def _policy_loss(self, arrays: PolicyArrays, denominators: Denominators) -> LossFunction:
+        scored_by = partial(self._score, temperature=arrays.batch.temperature)
+        return policy_loss_function(arrays, self._loss, denominators, scored_by)
 
-            scored = self._score(part, hidden, temperature=batch.temperature)
-            reference = arrays.reference
-            loss, metrics = policy_loss(
-                scored.logprobs,
-                proximal_logprobs=take(arrays.proximal),
-                rollout_logprobs=take(batch.rollout_logprobs),
-                advantages=take(arrays.advantages),
-                mask=torch.ones_like(scored.logprobs, dtype=torch.bool),
-                sequence_ids=torch.from_numpy(part.sequences).to(where),
-                config=self._loss,
-                denominators=denominators,
-                reference_logprobs=None if reference is None else take(reference),
-            )
-            return loss, metrics | {"entropy_sum": scored.entropy.sum()}
-
-        return self._step(parts, loss_function, lr)
-
-    def _step(self, parts: list[RankMicrobatch], loss_function: LossFunction, lr: float) -> Metrics:
+    def _step(
+        self,
+        parts: list[RankMicrobatch],
+        loss_function: LossFunction,
+        lr: float,
+        routed_experts: PackedRows | None = None,
+    ) -> Metrics:
         """Gradients, agreement of all ranks that they are finite, and the optimizer step.
 
         Raises:
             UpdateError: a loss or gradient is not finite; on all ranks, and nothing has changed.
         """
         self.clear_gradients()
-        metrics = train_microbatches(self.model, parts, loss_function)
+        with self.model.routing.of_batch(routed_experts):
+            metrics = train_microbatches(self.model, parts, loss_function)
         merged = agreed_step(self.optimizer, metrics, lr, before_step=self._count_step)
         self.clear_gradients()
         return merged
 
     def clear_gradients(self) -> None:
-        """Forget what the last backward pass has left."""
+        """Forget what backward passes have left."""
+        self._parts = AccumulatedParts()
         self.model.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 

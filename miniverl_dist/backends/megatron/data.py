@@ -61,6 +61,8 @@ class RankMicrobatch:
     """[b, C] vocabulary rows; 0 behind a sequence's end."""
     position_ids: IntArray
     """[b, C] position of each column within its sequence."""
+    inputs: IntArray
+    """[b, C] place of each column's own token in the packed batch; -1 behind a sequence's end."""
     places: IntArray
     """[M] where in the flattened [b, C] the state stands that predicts."""
     targets: IntArray
@@ -124,9 +126,11 @@ def _on_rank(
     is_target = (columns + 1 < part.lengths[:, None]) & mask[following]
     places = np.flatnonzero(is_target)
     chosen = following.reshape(-1)[places]
+    is_inside = columns < part.lengths[:, None]
     return RankMicrobatch(
-        token_rows=np.where(columns < part.lengths[:, None], rows[packed], 0),
+        token_rows=np.where(is_inside, rows[packed], 0),
         position_ids=np.broadcast_to(columns, packed.shape).copy(),
+        inputs=np.where(is_inside, packed, -1),
         places=places,
         targets=rows[chosen],
         packed=chosen,
@@ -140,5 +144,12 @@ def _dummy(layout: RankLayout) -> RankMicrobatch:
     columns = layout.columns(layout.length_multiple)[None]
     nothing = np.zeros(0, dtype=np.int64)
     return RankMicrobatch(
-        np.zeros_like(columns), columns, nothing, nothing, nothing, nothing, layout.length_multiple
+        token_rows=np.zeros_like(columns),
+        position_ids=columns,
+        inputs=np.full_like(columns, -1),
+        places=nothing,
+        targets=nothing,
+        packed=nothing,
+        sequences=nothing,
+        padded_length=layout.length_multiple,
     )

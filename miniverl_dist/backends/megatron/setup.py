@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miniverl_dist.backends.megatron import cpu_compat
 from miniverl_dist.backends.megatron.architecture import Architecture
+from miniverl_dist.backends.megatron.routing_replay import RoutingReplay
 from miniverl_dist.backends.megatron.spec import block_spec, transformer_config
 from miniverl_dist.config.recipe import OptimConfig
 from miniverl_dist.config.roles import MegatronModelConfig
@@ -46,6 +47,8 @@ class MegatronModel:
     """``GPTModel``."""
     ddp: Any
     """``module`` in megatron's wrapper, which holds the gradients (``main_grad``)."""
+    routing: RoutingReplay
+    """Of the stage's routers; a decoder without experts has none."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -122,7 +125,8 @@ def _build(arch: Architecture, model: MegatronModelConfig) -> MegatronModel:
         module,
     )
     config.finalize_model_grads_func = finalize_model_grads
-    return MegatronModel(arch=arch, config=config, module=module, ddp=ddp)
+    routing = RoutingReplay(module, config)
+    return MegatronModel(arch=arch, config=config, module=module, ddp=ddp, routing=routing)
 
 
 def build_optimizer(

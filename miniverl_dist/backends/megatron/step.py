@@ -158,6 +158,7 @@ def _run_schedule(
         iterator: Iterator[RankMicrobatch], _module: object
     ) -> tuple[Tensor, Callable[..., Any]]:
         part = next(iterator)
+        model.routing.use(part)
         device = current_device()
         output = forward_hidden(
             model,

@@ -2,11 +2,18 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from miniverl_dist.errors import DeadlineError, EngineError, NotFiniteError
+from miniverl_dist.errors import (
+    DeadlineError,
+    EngineError,
+    NotFiniteError,
+    ReplyMismatchError,
+)
 from miniverl_dist.generate_api.wire import FinishType, GenerateReply
+from miniverl_dist.schemas.routing import RoutingShape, encode_engine_rows
 from rollout_server.policies import (
     DONE_TEXT,
     Moment,
@@ -143,3 +150,36 @@ class TestScripts:
 def test_turns_of_one_episode_and_of_another_have_seeds_of_their_own() -> None:
     seeds = {turn_seed(episode, turn) for episode in range(20) for turn in range(20)}
     assert len(seeds) == 400
+
+
+class TestRouting:
+    SHAPE = RoutingShape(num_layers=2, experts_per_token=2, num_experts=8)
+
+    async def act(self, routed_experts: str | None) -> tuple[Turn, ScriptedEngine]:
+        made = reply("x")
+        meta = replace(made.meta_info, routed_experts=routed_experts)
+        engine = ScriptedEngine(replace(made, meta_info=meta))
+        policy = engine_policy(engine, routing=self.SHAPE)
+        return await policy.act([1, 2, 3], session(), MOMENT), engine
+
+    async def test_it_is_asked_for_and_covers_all_but_the_last_token(self) -> None:
+        rows = np.random.default_rng(0).integers(0, 8, (4, 2, 2)).astype("uint8")
+        turn, engine = await self.act(encode_engine_rows(rows))
+        assert engine.requests[0].return_routed_experts
+        np.testing.assert_array_equal(turn.routed_experts, rows)
+
+    async def test_without_a_replay_it_is_neither_asked_for_nor_taken(self) -> None:
+        made = reply("x")
+        meta = replace(made.meta_info, routed_experts="%%%%")
+        engine = ScriptedEngine(replace(made, meta_info=meta))
+        turn = await engine_policy(engine).act([1], session(), MOMENT)
+        assert not engine.requests[0].return_routed_experts
+        assert turn.routed_experts is None
+
+    async def test_an_engine_that_leaves_it_out_has_failed(self) -> None:
+        with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+            await self.act(None)
+
+    async def test_another_models_routing_is_refused(self) -> None:
+        with pytest.raises(ReplyMismatchError, match="expected 4 rows of 2 layers"):
+            await self.act(encode_engine_rows(np.zeros((4, 3, 2), dtype="uint8")))

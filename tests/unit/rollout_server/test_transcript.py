@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -163,3 +165,47 @@ def test_the_prompt_is_a_copy() -> None:
     prompt = transcript.open_assistant()
     prompt.append(-1)
     assert transcript.token_ids[-1] != -1
+
+
+def with_routing(made: Turn, num_rows: int, first: int) -> Turn:
+    """Row t of this turn is [[first + t, 200]]: it can be told whose row was taken."""
+    rows = np.full((num_rows, 1, 2), 200, dtype=np.uint8)
+    rows[:, 0, 0] = first + np.arange(num_rows)
+    return replace(made, routed_experts=rows)
+
+
+def test_each_turn_brings_the_routing_of_what_no_earlier_turn_has_covered() -> None:
+    transcript = started()
+    assert transcript.routed_experts is None
+    start = len(transcript.open_assistant())
+    first = with_routing(turn("hi"), start + 2, first=0)
+    transcript.add_turn(first, SpanKind.ASSISTANT_TOOL_CALL, "hi", [])
+    covered = len(transcript.token_ids) - 1
+    assert covered == start + 2
+    transcript.add_tool_results([Message(role="tool", content="ok")])
+    again = len(transcript.open_assistant())
+    second = with_routing(turn("no"), again + 2, first=100)
+    transcript.add_turn(second, SpanKind.ASSISTANT_FINAL, "no", [])
+    found = transcript.routed_experts
+    assert found is not None
+    assert found.shape == (len(transcript.token_ids) - 1, 1, 2)
+    expected = [*range(covered), *(100 + np.arange(covered, again + 2)).tolist()]
+    assert found[:, 0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_routing_of_another_number_of_tokens_is_refused(off: int) -> None:
+    transcript = started()
+    size = len(transcript.open_assistant()) + 2 + off
+    with pytest.raises(RecordError, match=f"routing of {size} tokens, the transcript has"):
+        transcript.add_turn(
+            with_routing(turn("hi"), size, first=0), SpanKind.ASSISTANT_FINAL, "hi", []
+        )
+
+
+def test_routing_that_names_an_expert_twice_is_refused() -> None:
+    transcript = started()
+    size = len(transcript.open_assistant()) + 2
+    broken = with_routing(turn("hi"), size, first=200)
+    with pytest.raises(RecordError, match=r"row 0 in layer 0 are \[200, 200\]"):
+        transcript.add_turn(broken, SpanKind.ASSISTANT_FINAL, "hi", [])

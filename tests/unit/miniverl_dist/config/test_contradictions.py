@@ -108,6 +108,15 @@ class TestSampling:
         recipe(**WITH_TEACHER | {"rollout": rollout, "opd": {"allow_untempered_teacher": True}})
 
 
+class TestRoutingReplay:
+    def test_a_toy_student_has_no_experts(self) -> None:
+        found = refused(rollout={"routing_replay": "on"})
+        assert found.startswith("rollout.routing_replay: a toy student has no experts")
+        assert recipe().rollout.routing_replay == "off"
+        moe = {"model": {"kind": "megatron", "config": "configs/models/tiny_qwen3_moe.json"}}
+        assert recipe(student=moe, rollout={"routing_replay": "on"})
+
+
 class TestSizes:
     def test_an_optimizer_step_needs_a_trajectory(self) -> None:
         assert refused(loop={"num_minibatches": 9}) == "loop.num_minibatches 9 > 8 trajectories"
@@ -128,6 +137,28 @@ class TestSizes:
             ToyModelConfig(kind="toy", hidden_size=hidden_size, num_heads=4)
         assert f"hidden_size {hidden_size} must be a multiple of 2 * num_heads (8)" in message(
             caught.value
+        )
+
+
+class TestAccumulation:
+    def test_what_needs_the_whole_batch_is_refused(self) -> None:
+        loop = {"accumulate": True}
+        found = refused(loop=loop | {"num_minibatches": 2})
+        assert found == (
+            "loop.accumulate does not go with loop.num_minibatches 2: all groups of a batch go "
+            "into one optimizer step; change it, or leave accumulate out"
+        )
+        changes = WITH_TEACHER | {"loop": loop, "opd": {"baseline": "leave_one_out"}}
+        assert refused(**changes).startswith(
+            "loop.accumulate does not go with opd.baseline leave_one_out: it is taken over the"
+        )
+
+    @pytest.mark.parametrize("reduction", ["token_mean", "trajectory_mean"])
+    def test_everything_else_goes(self, reduction: str) -> None:
+        recipe(
+            **WITH_TEACHER | {"loop": {"accumulate": True, "max_policy_lag": 1}},
+            loss={"reduction": reduction, "kl_coef": 0.1},
+            grpo={"normalize_std": True, "zero_variance": "drop"},
         )
 
 

@@ -150,6 +150,8 @@ def test_loss_gradient_and_metrics_equal_the_oracle(case: Case) -> None:
     assert metrics.get("mismatch_capped_tokens", 0) == expected.capped
     assert metrics["num_tokens"] == case.mask.sum()
     _close(metrics["mismatch_abs_sum"], expected.mismatch_abs)
+    _close(metrics["mismatch_kl_sum"], expected.mismatch_kl)
+    _close(metrics["mismatch_ratio_max"], expected.mismatch_ratio)
     _close(metrics["reference_kl_sum"], expected.reference_kl)
     _close(metrics["ratio_max"], expected.ratio_max)
     _close(metrics["policy_loss"] + metrics.get("kl_loss", 0.0), loss)
@@ -357,6 +359,8 @@ def test_summary_divides_sums_by_the_tokens_and_uses_declared_names() -> None:
             "dual_clip_tokens": 3.0,
             "mismatch_capped_tokens": 4.0,
             "mismatch_abs_sum": 2.0,
+            "mismatch_kl_sum": 1.0,
+            "mismatch_ratio_max": 3.0,
             "entropy_sum": 6.0,
             "ratio_max": torch.tensor(1.5),
             "policy_loss": torch.tensor(-0.25),
@@ -368,6 +372,8 @@ def test_summary_divides_sums_by_the_tokens_and_uses_declared_names() -> None:
         "dual_clip_fraction": 0.75,
         "mismatch_capped_fraction": 1.0,
         "mismatch_mean_abs": 0.5,
+        "mismatch_kl": 0.25,
+        "mismatch_max_ratio": 3.0,
         "entropy_mean": 1.5,
         "ratio_max": 1.5,
         "policy_loss": -0.25,

@@ -60,6 +60,8 @@ def test_a_sound_batch_is_taken() -> None:
         ({"minibatch_ids": np.array([0, 2])}, "not all in 0 .. 1"),
         ({"minibatch_ids": np.array([-1, 1])}, "not all in 0 .. 1"),
         ({"num_sequences": (2,)}, "1 num_sequences for 2"),
+        ({"routed_experts": np.zeros((5, 2, 2), np.int16)}, r"\[5, 2, 2\], expected \[6, layers"),
+        ({"routed_experts": np.zeros((6, 2), np.int16)}, r"\[6, 2\], expected \[6, layers"),
     ],
 )
 def test_arrays_that_contradict_each_other_are_refused(
