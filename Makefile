@@ -4,15 +4,16 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV ?= .venv
+SGLANG_VENV ?= .venv-sglang
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 RUNS ?= runs
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 STAMP := $(VENV)/.installed
-INPUTS := pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/install_bfcl.sh scripts/install_megatron.sh $(wildcard scripts/lock/*.txt)
+INPUTS := pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/install_bfcl.sh scripts/install_megatron.sh $(filter-out scripts/lock/sglang.txt,$(wildcard scripts/lock/*.txt))
 
-.PHONY: setup demo demo-sign demo-lookahead test test-slow test-gpu test-all lint format type imports bench docs build ci clean
+.PHONY: setup demo demo-sign demo-lookahead test test-slow test-gpu test-sglang test-all lint format type imports bench docs build ci clean
 
 setup: $(STAMP)
 
@@ -30,13 +31,17 @@ demo-lookahead: setup  ## OPD with and without lookahead
 	$(BIN)/python -m scripts.demo lookahead --runs $(RUNS)
 
 test: setup
-	$(PYTEST) -m "not slow and not gpu" -n 2 --dist loadgroup
+	$(PYTEST) -m "not slow and not gpu and not sglang" -n 2 --dist loadgroup
 
 test-slow: setup
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not sglang"
 
 test-gpu: setup  ## for a machine with one GPU; says plainly what did not run
 	$(PYTEST) -m gpu -rs tests/gpu
+
+test-sglang: setup  ## a real SGLang on the CPU, in an environment of its own (1.6 GB)
+	PYTHON='$(PYTHON)' SGLANG_VENV='$(SGLANG_VENV)' TORCH='$(TORCH)' TORCH_INDEX='$(TORCH_INDEX)' sh scripts/install_sglang.sh
+	SGLANG_VENV='$(SGLANG_VENV)' $(PYTEST) -m sglang -n0 -rs tests/sglang
 
 test-all: test test-slow
 

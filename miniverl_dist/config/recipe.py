@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -106,11 +107,51 @@ class SGLangEngineConfig(ConfigModel):
     """SGLang, one server per rollout actor."""
 
     kind: Literal["sglang"]
+    python: Path | None = None
+    """Interpreter of the environment that SGLang is installed in (scripts/install_sglang.sh);
+    None: our own."""
+    work_dir: Path | None = None
+    """For a server's log and, with ``load_weights_by: disk``, its weights: best a disk of the
+    engine's own machine. None: the run directory."""
+    device: Literal["cuda", "cpu"] = "cuda"
     tensor: PositiveInt = 1
     """Tensor parallelism of one server; its actor needs as many GPUs."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """Share of GPU memory for weights and KV cache."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens in the KV cache; None lets SGLang fill its share of memory. Set it on a CPU."""
     max_running_requests: PositiveInt = 64
+    attention_backend: str | None = None
+    """As SGLang names it; None leaves the choice to SGLang. ``torch_native`` on a CPU."""
+    load_weights_by: Literal["disk", "distributed"] = "disk"
+    """How published weights get from the actor into its server: ``disk``, through a folder of
+    safetensors; ``distributed``, through a gloo group of the two, in the server's own memory."""
+    bucket_bytes: Annotated[int, Field(ge=1024)] = 1024**3
+    """``distributed``: the server holds so much of the new weights beside the old ones."""
+    in_flight: Literal["finish", "continue"] = "finish"
+    """Requests at work when new weights come: ``finish`` under the former ones first, or
+    ``continue`` under the new ones; each token's version is stored."""
+    memory_saver: bool = False
+    """The server can give its GPU memory back while others need it."""
+    start_deadline_s: PositiveFloat = 600.0
+    """From the start of a server to its readiness."""
+    load_deadline_s: PositiveFloat = 300.0
+    """For each transfer and each check of weights."""
+    control_deadline_s: PositiveFloat = 30.0
+    """For pause, abort, flush and the like."""
+    extra_args: tuple[str, ...] = ()
+    """Further arguments of ``sglang.launch_server``."""
+    extra_env: dict[str, str] = Field(default_factory=dict)
+    """Variables for the server's process."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.device == "cpu" and (self.tensor > 1 or self.memory_saver):
+            raise ValueError(
+                "rollout.engine: on device cpu, tensor must be 1 and memory_saver false: SGLang "
+                "has neither there"
+            )
+        return self
 
 
 EngineConfig = Annotated[HFEngineConfig | SGLangEngineConfig, Field(discriminator="kind")]
@@ -142,6 +183,13 @@ class RolloutConfig(ConfigModel):
     """Wall-clock limit of one episode; None where runs are compared bit for bit."""
     num_workers: PositiveInt = 8
     """Groups that are rolled out at once."""
+    environment_threads: NonNegativeInt = 4
+    """Threads per process that parse, call tools and verify; 0 does it on the event loop, where a
+    debugger stops everything."""
+    routing_replay: Literal["off", "on"] = "off"
+    """``on``: the engine returns the experts it chose for each token of a mixture-of-experts
+    student, and the update sends the tokens to the same ones. Trajectories then hold one index per
+    layer and chosen expert for every token."""
 
 
 class GrpoConfig(ConfigModel):
@@ -192,6 +240,11 @@ class LossConfig(ConfigModel):
     """Bound on the loss of tokens with a negative advantage (ppo only)."""
     mismatch_cap: PositiveFloat | None = 2.0
     """Truncated importance sampling: min(proximal / rollout, cap), detached; None leaves it out."""
+    mismatch_alarm_mean: PositiveFloat | None = 0.05
+    """Nats; a larger mean |log-probability of the trainer - of the engine| on a step's tokens is an
+    ``engine_mismatch`` event. Under a policy lag the updates in between count too. None: none."""
+    mismatch_alarm_ratio: Annotated[float, Field(gt=1)] | None = 50.0
+    """The same for the largest ratio, either way, of a token's two probabilities."""
     reduction: Literal["token_mean", "trajectory_mean"] = "token_mean"
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the frozen reference policy."""
@@ -237,6 +290,10 @@ class LoopConfig(ConfigModel):
     """Optimizer steps per batch; above 1 the run is labelled ``minibatched``."""
     max_policy_lag: NonNegativeInt = 0
     """Publishes between a trajectory's oldest span and its use; 0 is strict."""
+    accumulate: bool = False
+    """Compute a group's gradients when it arrives, while the others of its batch are still sampled;
+    the optimizer step waits for all. The same update but for rounding, and only for objectives
+    that need no sight of the whole batch."""
     max_empty_batches: PositiveInt = 10
 
 

@@ -19,6 +19,13 @@ class Engine(Protocol):
     def weight_version(self) -> int:
         """Policy version of the weights it samples from; -1 before the first load."""
 
+    async def start(self) -> None:
+        """Be ready to take weights; where there is a server, it stands then.
+
+        Raises:
+            EngineError, DeadlineError: it does not.
+        """
+
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Continue one prompt. Cancelling the call frees what the request held.
 

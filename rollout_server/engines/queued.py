@@ -44,6 +44,9 @@ class QueuedEngine(ABC, Generic[AnyJob]):
         self._is_closed = False
         self._num_requests = 0
 
+    async def start(self) -> None:
+        """See ``Engine``: it stands already."""
+
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """See ``Engine``."""
         if self._is_closed:

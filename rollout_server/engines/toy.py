@@ -73,6 +73,8 @@ class ToyEngine(QueuedEngine[_Job]):
             async with self._loading:
                 # Set when the last running request ends; nothing is admitted meanwhile.
                 await self._quiet.wait()
+                if self._is_closed:
+                    raise PublishError(f"engine {self.name} is closed")
                 return self._take_weights(snapshot)
         finally:
             # Also after a failure or a cancelled wait: requests may be queueing behind it.
