@@ -19,9 +19,14 @@ from miniverl_dist.backends.toy import ToyBackend
 from miniverl_dist.backends.vocabulary import AnyVocabulary, FullVocabulary, Vocabulary
 from miniverl_dist.backends.weights_io import TokenizerIdentity, load_toy_folder
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.recipe import HFEngineConfig, LossConfig, OptimConfig
+from miniverl_dist.config.recipe import (
+    HFEngineConfig,
+    LossConfig,
+    OptimConfig,
+    SGLangEngineConfig,
+)
 from miniverl_dist.config.roles import MegatronModelConfig, SftConfig, ToyModelConfig
-from miniverl_dist.errors import ConfigError, TokenizerError
+from miniverl_dist.errors import TokenizerError
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.weights import weights_checksum
@@ -30,7 +35,12 @@ from miniverl_dist.tokens.tokenizer import TokenizerLike
 from miniverl_dist.training.checkpoint import seal, verify_seal
 from miniverl_dist.training.sft import SftExample, sft_batches
 from rollout_server.engines.base import Engine
+from rollout_server.engines.sglang import SGLangEngine
+from rollout_server.engines.sglang_server import SGLangLaunch
 from rollout_server.engines.toy import ToyEngine
+
+ENGINES_FOLDER = "engines"
+"""Logs of engines' servers, and what they start from."""
 
 
 def set_num_threads(config: RunConfig) -> None:
@@ -123,17 +133,17 @@ def build_engine(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path, nam
     """A rollout engine of the student; it waits for its first publish.
 
     Raises:
-        ConfigError: an engine that this build cannot run.
+        ConfigError: an engine that cannot run the student's model.
     """
     model = config.student.model
     if isinstance(model, ToyModelConfig):
         return toy_engine(model, _declared(tokenizer), name)
     engine = config.rollout.engine or HFEngineConfig(kind="hf")
-    if not isinstance(engine, HFEngineConfig):
-        raise ConfigError(f"rollout.engine: an engine of kind {engine.kind} cannot be built here")
+    folder = _verified_student(run_dir)
+    if isinstance(engine, SGLangEngineConfig):
+        return _sglang_engine(config, model, engine, tokenizer, run_dir, name)
     from rollout_server.engines.hf import HFEngine
 
-    folder = _verified_student(run_dir)
     return HFEngine(
         folder,
         student_vocabulary(model, tokenizer, folder),
@@ -141,6 +151,31 @@ def build_engine(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path, nam
         max_context_tokens=model.max_context_tokens,
         dtype=model.dtype,
         name=name,
+    )
+
+
+def _sglang_engine(
+    config: RunConfig,
+    model: MegatronModelConfig,
+    engine: SGLangEngineConfig,
+    tokenizer: TokenizerLike,
+    run_dir: Path,
+    name: str,
+) -> SGLangEngine:
+    folder = run_dir / STUDENT_FOLDER
+    launch = SGLangLaunch(
+        engine,
+        folder / "config.json",
+        (engine.work_dir or run_dir / ENGINES_FOLDER) / name,
+        max_context_tokens=model.max_context_tokens,
+        dtype=model.dtype,
+        returns_experts=config.rollout.routing_replay == "on",
+    )
+    return SGLangEngine(
+        launch,
+        student_vocabulary(model, tokenizer, folder),
+        name=name,
+        request_deadline_s=config.deadlines.generate_s,
     )
 
 

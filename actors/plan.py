@@ -392,7 +392,7 @@ def _after_update(config: RunConfig, student: _StudentPlan | None) -> Iterator[P
 
 def _where(config: RunConfig, role: Role) -> str:
     if role is Role.TEACHER and config.teacher is not None and config.teacher.url is not None:
-        return config.teacher.url
+        return ", ".join(config.teacher.all_urls)
     if config.runtime != "cluster":
         return "this process" if config.runtime == "inprocess" else "the one actor"
     group = placement_plan(config).group(role)

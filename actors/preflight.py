@@ -6,8 +6,10 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 
+from actors.student_side import routing_shape
 from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
 from miniverl_dist.config.models import RunConfig
+from miniverl_dist.config.recipe import EngineConfig, SGLangEngineConfig
 from miniverl_dist.config.roles import MegatronModelConfig
 from miniverl_dist.errors import ConfigError, MissingDependencyError
 from miniverl_dist.tokens.load import load_tokenizer
@@ -50,6 +52,7 @@ def require_student_files(config: RunConfig) -> None:
     architecture = read_architecture(model.config)
     if problem := architecture.problem(model.parallel):
         raise ConfigError(f"student.model.parallel: {problem}")
+    routing_shape(config)
     if model.vocabulary == "full":
         require_rows(architecture, model.config.name, load_tokenizer(config.student.tokenizer))
     if model.weights is not None and not (model.weights / "config.json").is_file():
@@ -57,11 +60,27 @@ def require_student_files(config: RunConfig) -> None:
             f"student.model.weights: {model.weights} holds no Hugging Face model (no config.json); "
             "give a folder that every node can read, or leave it out to draw weights from the seed"
         )
-    engine = config.rollout.engine
-    if engine is not None and engine.kind != "hf":
-        raise ConfigError(
-            f"rollout.engine.kind: found {engine.kind}, this version can launch `hf` engines only "
-            "(`miniverl-dist plan` reads such a recipe all the same)"
+    if config.runtime != "cluster" or config.cluster.address == "local":
+        require_engine(config.rollout.engine)  # else engines stand on other machines
+
+
+def require_engine(engine: EngineConfig | None) -> None:
+    """Raise where a server could not even be launched from this machine.
+
+    Raises:
+        MissingDependencyError: there is no SGLang where the recipe says.
+    """
+    if not isinstance(engine, SGLangEngineConfig):
+        return
+    if engine.python is None and not _is_installed("sglang"):
+        raise MissingDependencyError(
+            "rollout.engine: sglang is not installed in this environment: install it with "
+            "scripts/install_sglang.sh and name its interpreter as rollout.engine.python"
+        )
+    if engine.python is not None and not engine.python.is_file():
+        raise MissingDependencyError(
+            f"rollout.engine.python: {engine.python} is no interpreter; scripts/install_sglang.sh "
+            "makes the environment"
         )
 
 

@@ -12,12 +12,14 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from miniverl_dist.config.recipe import RolloutConfig
 from miniverl_dist.environments.base import Environment, Observation, Outcome, Session
 from miniverl_dist.errors import (
     DeadlineError,
     EngineError,
+    EngineLostError,
     EnvironmentFaultError,
     GenerateApiError,
     PrefixPropertyError,
@@ -30,6 +32,7 @@ from miniverl_dist.schemas.messages import (
     ParseStatus,
     ToolSchema,
 )
+from miniverl_dist.schemas.running_episode import RunningEpisode
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.trajectory import (
     HARNESS_TERMINATIONS,
@@ -39,6 +42,7 @@ from miniverl_dist.schemas.trajectory import (
     Trajectory,
     mask_from_spans,
 )
+from rollout_server.off_loop import OffLoop
 from rollout_server.policies import Moment, Policy, Turn, turn_seed
 from rollout_server.tool_calls import ToolCallParser
 from rollout_server.transcript import Transcript
@@ -100,6 +104,16 @@ class TurnBudget:
         return min(max_turns, wanted) if self.is_capped else wanted
 
 
+class EpisodeWatcher(Protocol):
+    """Told how episodes go, on the event loop; it must not block or raise, and changes nothing."""
+
+    def turn(self, episode: RunningEpisode) -> None:
+        """The policy has written a turn, and will write another."""
+
+    def end(self, trajectory_id: str, *, will_be_scored: bool) -> None:
+        """No turn follows; ``will_be_scored``: there is a trajectory to train on."""
+
+
 TRAINING_BUDGET = TurnBudget()
 EVALUATION_BUDGET = TurnBudget(min_turns=0, is_capped=False)
 
@@ -116,6 +130,7 @@ class EpisodePlayer:
         clock: Clock,
         budget: TurnBudget = TRAINING_BUDGET,
         sampling: SamplingRecord | None = None,
+        watcher: EpisodeWatcher | None = None,
     ) -> None:
         """Wire an episode's parts.
 
@@ -126,8 +141,11 @@ class EpisodePlayer:
             clock: For diagnostics only.
             budget: How many turns an episode may take.
             sampling: What the record says about sampling; default: that of the stage's limits.
+            watcher: Told of turns and ends.
         """
         self.stage, self.policy, self.clock, self.budget = stage, policy, clock, budget
+        self.off_loop = OffLoop(stage.limits.environment_threads)
+        self.watcher = watcher
         self._seed = seed
         self.sampling = sampling or SamplingRecord(
             temperature=stage.limits.temperature, max_new_tokens=stage.limits.max_new_tokens
@@ -142,9 +160,17 @@ class EpisodePlayer:
         started = self.clock.now()
         try:
             termination, error = await self._play(episode)
-            return episode.finish(termination, error, seconds=self.clock.now() - started)
+            seconds = self.clock.now() - started
+            played = await self.off_loop.run(
+                lambda: episode.finish(termination, error, seconds=seconds)
+            )
+        except BaseException:
+            episode.tell_end(will_be_scored=False)
+            raise
         finally:
             episode.close()  # a stop cancels episodes in the middle
+        episode.tell_end(will_be_scored=played.is_trainable)
+        return played
 
     async def _play(self, episode: _Episode) -> tuple[Termination, str | None]:
         """Play with the deadline; a fault of the harness becomes a termination."""
@@ -155,6 +181,8 @@ class EpisodePlayer:
             return Termination.DEADLINE, str(error) or "episode deadline passed"
         except EnvironmentFaultError as error:
             return Termination.ENVIRONMENT_ERROR, str(error)
+        except EngineLostError:
+            raise  # no fault of this episode: whoever keeps the engines plays it again
         except (EngineError, GenerateApiError, TokenizerError) as error:
             return Termination.ENGINE_ERROR, str(error)
 
@@ -166,7 +194,8 @@ class _Episode:
         self, player: EpisodePlayer, assignment: Assignment, member: int, seed: int
     ) -> None:
         self._player, self._limits, self._chat = player, player.stage.limits, player.stage.chat
-        self._assignment, self._member, self._seed = assignment, member, seed
+        self._assignment, self._seed = assignment, seed
+        self._trajectory_id = f"{assignment.group_id}.{member}"
         self._session: Session | None = None
         self._schemas: Mapping[str, ToolSchema] = {}
         self._transcript = Transcript(self._chat, ())
@@ -175,27 +204,32 @@ class _Episode:
         self._max_turns = player.budget.turns(assignment.tail_calls, self._limits.max_turns)
 
     async def play(self) -> Termination:
-        session = self._player.stage.environment.start(
-            self._assignment.task_id, prefix_calls=self._assignment.prefix_calls
-        )
-        self._session = session
-        self._schemas = session.call_schemas()
-        self._transcript = Transcript(self._chat, session.tools())
-        self._transcript.add_messages(session.opening())
+        session = await self._player.off_loop.run(self._open)
         while self._tally.turns < self._max_turns:
             prompt = self._extended_prompt()
             room = self._limits.max_context_tokens - len(prompt)
             if room <= 0:
                 return Termination.MAX_TOKENS
+            self._tell_turn()
             moment = Moment(
                 turn_seed(self._seed, self._tally.turns), room, self._tally.turns_since_user
             )
             # Waits for the engine; the engine's own deadline and the episode's bound it.
             turn = await self._player.policy.act(prompt, session, moment)
-            ended = self._take(turn, session)
+            ended = await self._player.off_loop.run(lambda: self._take(turn, session))  # noqa: B023 - awaited at once
             if ended is not None:
                 return ended
         return Termination.MAX_TURNS
+
+    def _open(self) -> Session:
+        """Replay the prefix and write down what the model sees first."""
+        session = self._session = self._player.stage.environment.start(
+            self._assignment.task_id, prefix_calls=self._assignment.prefix_calls
+        )
+        self._schemas = session.call_schemas()
+        self._transcript = Transcript(self._chat, session.tools())
+        self._transcript.add_messages(session.opening())
+        return session
 
     def _extended_prompt(self) -> list[int]:
         """The next prompt; it must begin with everything that was sent or sampled before.
@@ -213,6 +247,28 @@ class _Episode:
                 f"from the episode so far at token {where}; later turns may only append"
             )
         return prompt
+
+    def _tell_turn(self) -> None:
+        """Show the record to a watcher, once the policy has written something."""
+        if self._player.watcher is None or self._tally.turns == 0:
+            return
+        transcript = self._transcript
+        self._player.watcher.turn(
+            RunningEpisode(
+                trajectory_id=self._trajectory_id,
+                group_id=self._assignment.group_id,
+                task_id=self._assignment.task_id,
+                tokenizer_fingerprint=self._chat.tokenizer.fingerprint,
+                token_ids=tuple(transcript.token_ids),
+                spans=tuple(transcript.spans),
+                messages=tuple(transcript.messages),
+            )
+        )
+
+    def tell_end(self, *, will_be_scored: bool) -> None:
+        """Tell a watcher that no turn follows."""
+        if self._player.watcher is not None:
+            self._player.watcher.end(self._trajectory_id, will_be_scored=will_be_scored)
 
     def _take(self, turn: Turn, session: Session) -> Termination | None:
         """Record a turn and let the environment answer; a reason when the episode is over."""
@@ -278,7 +334,7 @@ class _Episode:
         transcript, assignment = self._transcript, self._assignment
         spans = tuple(transcript.spans)
         return Trajectory(
-            trajectory_id=f"{assignment.group_id}.{self._member}",
+            trajectory_id=self._trajectory_id,
             group_id=assignment.group_id,
             task_id=assignment.task_id,
             environment=self._player.stage.environment.name,
@@ -289,6 +345,7 @@ class _Episode:
             spans=spans,
             loss_mask=tuple(mask_from_spans(spans, len(transcript.token_ids))),
             rollout_logprobs=transcript.rollout_logprobs,
+            routed_experts=transcript.routed_experts,
             messages=tuple(transcript.messages),
             tool_calls=tuple(self._tally.calls),
             exec_successes=tuple(self._tally.successes),

@@ -92,7 +92,7 @@ class ClusterConfig(ConfigModel):
     start_deadline_s: PositiveFloat = 600.0
     """For the nodes to join, the placement to be granted, and every actor to be ready."""
     max_restarts: NonNegativeInt = 3
-    """Restarts of each pool within ``restart_window_s``, starts that fail included. Beyond it a lost
+    """Restarts of each pool within ``restart_window_s``, failed starts included. Beyond it a lost
     student ends the run, and a lost engine or teacher server stays away."""
     restart_window_s: PositiveFloat = 3600.0
     student: StudentPlacement = StudentPlacement()

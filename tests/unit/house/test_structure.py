@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from miniverl_dist.config.load import load_config
+from miniverl_dist.config.load import load_config, load_teacher_service
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("miniverl_dist", "rollout_server", "teacher_server", "actors")
@@ -236,16 +236,23 @@ def test_the_search_for_machines_knows_where_it_runs() -> None:
     assert traces("see /srv1/checkout/x", {"/srv1/checkout"}) == ["/srv1/checkout"]
 
 
-RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+SERVICES = sorted((ROOT / "configs").glob("teacher_*.yaml"))
+RECIPES = sorted(set((ROOT / "configs").glob("*.yaml")) - set(SERVICES))
 
 
 def test_there_are_recipes() -> None:
     assert len(RECIPES) >= 5
+    assert len(SERVICES) >= 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_loads_and_is_named_like_its_file(recipe: Path) -> None:
     assert load_config(recipe).config.name == recipe.stem
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda path: path.stem)
+def test_every_service_loads_and_is_named_like_its_file(service: Path) -> None:
+    assert load_teacher_service(service).name == service.stem
 
 
 def test_recipes_of_the_repository_differ_in_what_they_run() -> None:
@@ -267,7 +274,11 @@ def test_layers_hold() -> None:
 
 def test_test_files_have_names_of_their_own() -> None:
     """Two files of one name would be one module to anyone who reads a failure."""
-    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    files = (ROOT / "tests").rglob("*.py")
+    # pytest finds a folder's fixtures by this name; overlays have the names of what they stand for.
+    names = Counter(
+        p.name for p in files if p.name != "conftest.py" and "cpu_overlay" not in p.parts
+    )
     assert {name for name, count in names.items() if count > 1} == set()
 
 

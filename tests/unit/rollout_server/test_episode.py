@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from miniverl_dist.errors import (
     EngineError,
+    EngineLostError,
     MalformedReplyError,
     PrefixPropertyError,
     RequestRejectedError,
@@ -147,6 +148,11 @@ class TestHarnessFaults:
         assert told.termination is Termination.ENGINE_ERROR
         assert told.notes["error"] == str(error)
         assert len(told.sampled_spans) == 1  # what was sampled before stays on record
+
+    async def test_a_lost_engine_is_no_fault_of_the_episode(self) -> None:
+        """Whoever keeps the engines plays it again elsewhere."""
+        with pytest.raises(EngineLostError, match="its server has ended"):
+            await play(wire(call(x=2)), EngineLostError("its server has ended"))
 
     @pytest.mark.parametrize("logprob", [None, float("-inf"), float("nan"), 0.5, -65504.0])
     async def test_defect_a_logprob_that_cannot_be_one_is_an_engine_error(

@@ -53,10 +53,11 @@ LONG_ERRORS = {
     "too_long_plus_new": "Requested token count exceeds",
     "unk_sp": "unknown field `foo`, expected one of",
 }
+OTHER_ENDPOINTS = {"checker_qwen3", "checker_qwen3_moe"}
 SINGLES = sorted(
     path.stem
     for path in REPLIES.glob("*.json")
-    if path.stem not in BATCHES | set(ERRORS) | set(LONG_ERRORS)
+    if path.stem not in BATCHES | set(ERRORS) | set(LONG_ERRORS) | OTHER_ENDPOINTS
 )
 # The request that lp_mid.json, lp_last.json and others answer.
 HELLO = (39, 68, 75, 75, 78)

@@ -37,7 +37,7 @@ def toy_subject() -> Subject:
         toy_logits,
         sorted(VOCABULARY_IDS),
         CONTEXT,
-        tolerance=2e-5,
+        tolerance=2e-4,  # these weights' loud layers make rounding louder, too
         is_running=lambda: bool(engine._running),
     )
 
