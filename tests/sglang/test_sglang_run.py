@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from rollout_server.engines.base import Engine
 from rollout_server.engines.sglang import SGLangEngine
 from teacher_server.launch_sglang import sglang_teacher
 from tests.support.hf_models import tiny_architecture, write_hf_model
+from tests.support.processes import are_gone
 from tests.support.requirements import require_megatron
 from tests.support.sglang_engine import OVERLAY, sglang_python
 
@@ -194,4 +196,15 @@ def test_on_a_cluster_the_actor_brings_its_server(teacher_url: str, tmp_path: Pa
     )
     launch.train(clustered, run_dir=tmp_path / "run", progress=SilentProgress())
     check_steps(tmp_path / "run")
-    assert (tmp_path / "run" / "engines" / "engine-0" / "server.log").exists()
+    engine = tmp_path / "run" / "engines" / "engine-0"
+    assert (engine / "server.log").exists()
+    # The actor was killed by Ray, which knows nothing of the server's children.
+    assert are_gone(*serving_from(engine))
+
+
+def serving_from(folder: Path) -> list[int]:
+    """Processes whose command line names the folder."""
+    found = subprocess.run(
+        ["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in found.stdout.split()]

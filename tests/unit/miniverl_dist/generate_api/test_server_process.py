@@ -153,7 +153,10 @@ async def test_a_command_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         assert not made.is_alive
 
 
-async def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_its_children", [False, True], ids=["alone", "as Ray does"])
+async def test_it_ends_with_the_process_that_started_it(
+    tmp_path: Path, with_its_children: bool
+) -> None:
     parent = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
@@ -175,6 +178,9 @@ async def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"started\n"
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert all(lives(pid) for pid in pids)
+        if with_its_children:
+            process.send_signal(signal.SIGSTOP)  # it must not notice, and end the group itself
+            os.kill(os.getpgid(pids[0]), signal.SIGKILL)
     finally:
         process.kill()
         process.communicate()
