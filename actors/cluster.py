@@ -37,6 +37,7 @@ from miniverl_dist.errors import EngineLostError, MiniverlError, StudentLostErro
 from miniverl_dist.observability.events import Event
 from miniverl_dist.ports import Assignment, TeacherScorer
 from miniverl_dist.schemas.trajectory import Trajectory
+from teacher_server.prefix_scoring import PrefixScores, ScoredPrefix
 
 Result = TypeVar("Result")
 
@@ -69,10 +70,18 @@ class RayRanks:
 class RayHost(RayEngine):
     """Implements `rollout_pool.RemoteHost`, and an engine of the weight store, over one actor."""
 
+    def __init__(self, handle: Any, name: str, prefixes: PrefixScores) -> None:  # noqa: ANN401 - Ray types no handle
+        super().__init__(handle, name)
+        self._prefixes = prefixes
+
     async def play(self, kind: EpisodeKind, assignment: Assignment, member: int) -> Trajectory:
-        """See `RemoteHost.play`."""
+        """See `RemoteHost.play`; what the teacher has scored meanwhile is kept for it here."""
         call = self._handle.play.remote(kind, assignment, member)
-        played: Trajectory = await remote(call, self.name, EngineLostError)
+        played: Trajectory
+        scored: ScoredPrefix | None
+        played, scored = await remote(call, self.name, EngineLostError)
+        if scored is not None:
+            self._prefixes.keep(played.trajectory_id, scored)
         return played
 
     async def end(self) -> None:
@@ -126,7 +135,8 @@ class ClusterActor(SingleActor):
         """See `SingleActor.open`; leaving the block ends every actor."""
         async with AsyncExitStack() as stack:
             self._recorder.sinks.append(RayMetrics(self._recorder.run.path.name))
-            start = _Starter(self._config, self._run_dir, self._placed)
+            prefixes = PrefixScores()
+            start = _Starter(self._config, self._run_dir, self._placed, prefixes)
             students = RankPool(
                 start.ranks, self._budget(), deadline_s=self._config.deadlines.update_s
             )
@@ -135,7 +145,7 @@ class ClusterActor(SingleActor):
             stack.push_async_callback(rollouts.close)
             self._recorder.progress.phase("starting the pools")
             _, hosts = await asyncio.gather(students.open(), rollouts.open())
-            teacher = await self._teacher(stack, start) if with_scorer else None
+            teacher = await self._teacher(stack, start, prefixes) if with_scorer else None
             self._weights = self._weight_store(students, rollouts, hosts)
             ports = self._ports(students, self._weights, rollouts.source("training"), teacher)
             yield Parts(ports, self._evaluator(rollouts.source("evaluation"), tail_calls))
@@ -169,14 +179,26 @@ class ClusterActor(SingleActor):
             on_quarantine=quarantined,
         )
 
-    async def _teacher(self, stack: AsyncExitStack, start: _Starter) -> TeacherScorer | None:
+    async def _teacher(
+        self, stack: AsyncExitStack, start: _Starter, prefixes: PrefixScores
+    ) -> TeacherScorer | None:
         teacher = self._config.teacher
         if teacher is None or not self._config.uses_teacher:
             return None
 
         def attach(url: str | None) -> AbstractAsyncContextManager[TeacherScorer]:
-            return teacher_scorer(teacher, self.side, self._run_dir, self._clock, served_at=url)
+            return teacher_scorer(
+                teacher,
+                self.side,
+                self._run_dir,
+                self._clock,
+                served_at=url,
+                tell=self._tell,
+                kept_scores=prefixes,
+            )
 
+        if teacher.prefix_scoring:
+            stack.callback(self._tell_prefixes, prefixes.counts)
         if teacher.url is not None:
             return await stack.enter_async_context(attach(None))
         pool = TeacherPool(
@@ -197,7 +219,10 @@ class ClusterActor(SingleActor):
 class _Starter:
     """Starts actors in their reserved places, each within one deadline."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, placed: PlacedGroups) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, placed: PlacedGroups, prefixes: PrefixScores
+    ) -> None:
+        self._prefixes = prefixes
         self._config, self._run_dir, self._placed = config, run_dir.resolve(), placed
         self._deadline_s = config.cluster.start_deadline_s
         self._addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
@@ -236,7 +261,7 @@ class _Starter:
         address = self._host(Role.ROLLOUT, index)
         handle = self._actor(RolloutHost, Role.ROLLOUT, index, name, address)
         await self._ready(handle, handle.ready.remote(), name)
-        return RayHost(handle, name)
+        return RayHost(handle, name, self._prefixes)
 
     async def server(self, index: int) -> RemoteServer:
         """One teacher server."""

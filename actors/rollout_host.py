@@ -14,11 +14,13 @@ from actors.builds import build_engine, set_num_threads
 from actors.outbox import GroupAddress
 from actors.sources import EpisodeKind, evaluation_player, training_player
 from actors.student_side import student_side, student_tokenizer
+from actors.teacher_side import prefix_scorer
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.ports import Assignment
 from miniverl_dist.schemas.trajectory import Trajectory
 from rollout_server.inbox import BucketMessage, WeightInbox
+from teacher_server.prefix_scoring import ScoredPrefix
 
 if TYPE_CHECKING:
     from actors.broadcast_group import BroadcastReceiver
@@ -40,8 +42,9 @@ class RolloutHost:
         tokenizer = student_tokenizer(config, run_dir)
         side = student_side(config, tokenizer)
         self._engine = build_engine(config, tokenizer, run_dir, name)
+        self._prefixes = prefix_scorer(config, side, run_dir, clock)
         self._players = {
-            "training": training_player(config, side, self._engine, clock),
+            "training": training_player(config, side, self._engine, clock, watcher=self._prefixes),
             "evaluation": evaluation_player(config, side, self._engine, clock),
         }
         self._receiver: BroadcastReceiver | None = None
@@ -53,11 +56,17 @@ class RolloutHost:
         self._inbox = WeightInbox(self._engine, receive=receive)
 
     async def ready(self) -> None:
-        """Answer once everything is built."""
+        """Answer once everything is built, and the engine's server stands."""
+        await self._engine.start()
 
-    async def play(self, kind: EpisodeKind, assignment: Assignment, member: int) -> Trajectory:
-        """One episode, from its first token to its verdict."""
-        return await self._players[kind].rollout(assignment, member)
+    async def play(
+        self, kind: EpisodeKind, assignment: Assignment, member: int
+    ) -> tuple[Trajectory, ScoredPrefix | None]:
+        """One episode, from its first token to its verdict, and what was scored meanwhile."""
+        played = await self._players[kind].rollout(assignment, member)
+        if kind == "evaluation" or self._prefixes is None:
+            return played, None
+        return played, self._prefixes.take(played.trajectory_id)
 
     async def begin_weights(self, policy_version: int) -> None:
         """See `WeightInbox.begin`."""

@@ -6,12 +6,12 @@ part that needs it is built, so that commands which only read a run stay light.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.sources import EvaluationSources, evaluation_player, training_player
 from actors.student_pool import InProcessStudentPool
@@ -27,9 +27,11 @@ from actors.student_side import (
     student_tokenizer,
     warmup_traces,
 )
+from actors.supervisor import RestartBudget
 from actors.teacher_side import (
     TEACHER_SEAL_FILE,
     fit_teacher,
+    prefix_scorer,
     teacher_scorer,
     teacher_tokenizer,
 )
@@ -52,7 +54,11 @@ from miniverl_dist.training.recorder import Recorder
 from miniverl_dist.training.sft import sft_batches
 from miniverl_dist.training.weight_sync import DirectWeightStore
 from rollout_server.curriculum import ReverseK
+from rollout_server.engines.restarted import RestartableEngine, RestartedEngine
 from rollout_server.traces import TraceMaker
+
+if TYPE_CHECKING:
+    from rollout_server.engines.base import Engine
 
 
 @dataclass(frozen=True)
@@ -155,15 +161,29 @@ class SingleActor:
 
         config, clock = self._config, self._clock
         async with AsyncExitStack() as stack:
-            engine = build_engine(config, self.tokenizer, self._run_dir, "engine-0")
+            engine = self._restarted(
+                build_engine(config, self.tokenizer, self._run_dir, "engine-0")
+            )
             stack.push_async_callback(engine.close)
+            await engine.start()
             rank = build_student(config, self.tokenizer, self._run_dir, RankAddress())
             stack.callback(rank.close)
             students = InProcessStudentPool(rank)
-            teacher = None
+            teacher, prefixes = None, None
             if with_scorer and config.uses_teacher and config.teacher is not None:
+                prefixes = prefix_scorer(config, self.side, self._run_dir, clock)
+                if prefixes is not None:
+                    stack.callback(self._tell_prefixes, prefixes.counts)
+                    stack.push_async_callback(prefixes.close)
                 teacher = await stack.enter_async_context(
-                    teacher_scorer(config.teacher, self.side, self._run_dir, clock)
+                    teacher_scorer(
+                        config.teacher,
+                        self.side,
+                        self._run_dir,
+                        clock,
+                        tell=self._tell,
+                        kept_scores=prefixes,
+                    )
                 )
             weights = DirectWeightStore(
                 students.snapshot,
@@ -171,7 +191,7 @@ class SingleActor:
                 deadline_s=config.deadlines.publish_s,
                 on_quarantine=self._quarantined,
             )
-            player = training_player(config, self.side, engine, clock)
+            player = training_player(config, self.side, engine, clock, watcher=prefixes)
             ports = self._ports(students, weights, player, teacher)
             acting = evaluation_player(config, self.side, engine, clock)
             yield Parts(ports, self._evaluator(acting, tail_calls))
@@ -197,6 +217,23 @@ class SingleActor:
             clock=self._clock,
             byte_ends=self.byte_ends,
         )
+
+    def _restarted(self, engine: Engine) -> Engine:
+        """An engine with a server of its own gets restarts."""
+        if not isinstance(engine, RestartableEngine):
+            return engine
+        budget = RestartBudget(self._config.cluster, self._clock)
+
+        def tell(name: str, reason: str) -> None:
+            self._tell(Event.ENGINE_LOST if reason else Event.ENGINE_RESTARTED, name, reason)
+
+        return RestartedEngine(engine, budget.spend, tell)
+
+    def _tell(self, event: Event, server: str, reason: str) -> None:
+        self._recorder.event(event, engine=server, reason=reason)
+
+    def _tell_prefixes(self, counts: Mapping[str, int]) -> None:
+        self._recorder.event(Event.PREFIXES_SCORED, **counts)
 
     def _quarantined(self, name: str, reason: str) -> None:
         self._recorder.event(Event.ENGINE_QUARANTINED, engine=name, reason=reason)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from actors.student_side import WRITE_CALLS, ActingModel, StudentSide, stage_for
+from actors.student_side import WRITE_CALLS, ActingModel, StudentSide, routing_shape, stage_for
 from actors.teacher_side import TEACHER_FOLDER, teacher_tokenizer
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import ToyModelConfig
@@ -19,7 +19,7 @@ from miniverl_dist.ports import ChatFormat, Clock, RolloutSource
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.trajectory import SamplingRecord
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
-from rollout_server.episode import EVALUATION_BUDGET, EpisodePlayer
+from rollout_server.episode import EVALUATION_BUDGET, EpisodePlayer, EpisodeWatcher
 from rollout_server.policies import EnginePolicy, Policy, null_policy, oracle_policy
 from teacher_server.rendering import DeepSeekV4ChatFormat
 
@@ -31,7 +31,12 @@ EpisodeKind = Literal["training", "evaluation"]
 
 
 def training_player(
-    config: RunConfig, side: StudentSide, engine: Engine, clock: Clock
+    config: RunConfig,
+    side: StudentSide,
+    engine: Engine,
+    clock: Clock,
+    *,
+    watcher: EpisodeWatcher | None = None,
 ) -> EpisodePlayer:
     """The student in training, sampled by ``engine``."""
     rollout = config.rollout
@@ -44,8 +49,9 @@ def training_player(
         sampling,
         other_stop_ids=side.other_stop_ids,
         deadline_s=config.deadlines.generate_s,
+        routing=routing_shape(config),
     )
-    return EpisodePlayer(side.stage, policy, seed=config.seed, clock=clock)
+    return EpisodePlayer(side.stage, policy, seed=config.seed, clock=clock, watcher=watcher)
 
 
 def evaluation_player(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miniverl_dist.errors import (
+    ConfigError,
     DeadlineError,
     GenerateApiError,
     MalformedReplyError,
@@ -25,15 +27,13 @@ from miniverl_dist.errors import (
     ReplyMismatchError,
     RequestRejectedError,
     ServerUnavailableError,
+    TeacherError,
     TokenizerMismatchError,
     UnspellableBytesError,
 )
 from miniverl_dist.generate_api.client import GenerateClient
-from miniverl_dist.generate_api.wire import (
-    checked_logprobs,
-    decode_input_logprobs,
-    scoring_request,
-)
+from miniverl_dist.generate_api.probe import ProbeText, check_frozen
+from miniverl_dist.generate_api.wire import checked_logprobs, version_key
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.ports import Clock
 from miniverl_dist.schemas.teacher import (
@@ -45,6 +45,7 @@ from miniverl_dist.schemas.teacher import (
 )
 from miniverl_dist.schemas.trajectory import Trajectory
 from teacher_server.app import TextScorer
+from teacher_server.prefix_scoring import KeptScores, first_unknown, with_known
 from teacher_server.rendering import RenderedSpan, TeacherRendering
 
 Renderer = Callable[[Trajectory], TeacherRendering]
@@ -85,6 +86,11 @@ class _Teacher(ABC):
         self._max_prefill_tokens = max_prefill_tokens
         self._deadline_s = deadline_s
         self._clock: Clock = clock or SystemClock()
+        self._kept_scores: KeptScores | None = None
+        self.num_kept_tokens = 0
+        """Tokens of scored spans whose scores had been kept while their episodes ran."""
+        self.refusals: Counter[RefusalReason] = Counter()
+        """Trajectories that were not scored, by reason."""
 
     @property
     def teacher_id(self) -> str:
@@ -97,7 +103,14 @@ class _Teacher(ABC):
         Raises:
             RecordError, TokenizerMismatchError: the renderer cannot make sense of the trajectory.
         """
+        result = await self._score(trajectory)
+        if isinstance(result, TeacherRefusal):
+            self.refusals[result.reason] += 1
+        return result
+
+    async def _score(self, trajectory: Trajectory) -> TeacherResult:
         started = self._clock.now()
+        kept = self._kept_scores.take(trajectory.trajectory_id) if self._kept_scores else None
         try:
             rendering = self._renderer(trajectory)
         except UnspellableBytesError as exc:
@@ -108,9 +121,14 @@ class _Teacher(ABC):
         if len(input_ids) > self._max_prefill_tokens:
             detail = f"{len(input_ids)} teacher tokens, the limit is {self._max_prefill_tokens}"
             return _refusal(trajectory, RefusalReason.TOO_LONG, detail)
-        first = min((span.start for span in scored), default=0)
+        logprobs = with_known(input_ids, kept)
+        first = first_unknown(scored, logprobs)
+        self.num_kept_tokens += sum(
+            int(np.isfinite(logprobs[span.start : span.end]).sum()) for span in scored
+        )
         try:
-            logprobs = await self._logprobs(input_ids, first) if scored else np.empty(0)
+            if first is not None:
+                logprobs[first:] = await self._logprobs(input_ids, first, trajectory.group_id)
         except (GenerateApiError, DeadlineError) as exc:
             return _refusal(trajectory, _reason(exc), str(exc))
         return TeacherScore(
@@ -118,14 +136,16 @@ class _Teacher(ABC):
             teacher_id=self._identity.teacher_id,
             tokenizer_fingerprint=self._identity.tokenizer_fingerprint,
             policy_version=trajectory.oldest_version,
-            spans=tuple(_span_score(span, input_ids, logprobs, first) for span in rendering.spans),
+            spans=tuple(_span_score(span, input_ids, logprobs) for span in rendering.spans),
             num_prefill_tokens=len(input_ids),
             seconds=self._clock.now() - started,
         )
 
     @abstractmethod
-    async def _logprobs(self, input_ids: Sequence[int], first: int) -> NDArray[np.float64]:
-        """[P - first] checked nats of ``input_ids[first:]``.
+    async def _logprobs(
+        self, input_ids: Sequence[int], first: int, group_id: str
+    ) -> NDArray[np.float64]:
+        """[P - first] checked nats of ``input_ids[first:]``; texts of a group share a prefix.
 
         Raises:
             GenerateApiError, DeadlineError: what becomes a refusal.
@@ -168,7 +188,10 @@ class LocalTeacher(_Teacher):
         """End the scorer's thread."""
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
-    async def _logprobs(self, input_ids: Sequence[int], first: int) -> NDArray[np.float64]:
+    async def _logprobs(
+        self, input_ids: Sequence[int], first: int, group_id: str
+    ) -> NDArray[np.float64]:
+        del group_id
         self._scorer.check(input_ids)
         work = asyncio.get_running_loop().run_in_executor(
             self._thread, self._scorer.score, input_ids, first
@@ -198,6 +221,8 @@ class HttpTeacher(_Teacher):
         wait: ``on_failure: wait``: a teacher that is unavailable is asked again until the deadline,
             whatever the client's number of retries. Other refusals would repeat, and stand.
         clock: for deadlines, pauses and the seconds in scores.
+        policy_version: of the weights that score, where these change (a student that teaches
+            itself); prefixes cached under other weights are then not reused.
     """
 
     def __init__(
@@ -210,6 +235,7 @@ class HttpTeacher(_Teacher):
         deadline_s: float,
         wait: bool = False,
         clock: Clock | None = None,
+        policy_version: Callable[[], int] | None = None,
     ) -> None:
         super().__init__(
             renderer,
@@ -220,57 +246,84 @@ class HttpTeacher(_Teacher):
         )
         self._client = client
         self._wait = wait
+        self._policy_version = policy_version
+
+    def reuse(self, kept_scores: KeptScores) -> None:
+        """Ask only for what was not scored while the episode ran.
+
+        Raises:
+            ConfigError: the weights that score may change meanwhile.
+        """
+        if self._policy_version is not None:
+            raise ConfigError(
+                "scores are kept while an episode runs, but this teacher's weights change: turn "
+                "teacher.prefix_scoring off"
+            )
+        self._kept_scores = kept_scores
 
     async def close(self) -> None:
         """Close the client's connections."""
         await self._client.close()
 
     async def require_same_tokenizer(self) -> None:
-        """Ask the server whose ids it reads; SGLang does not say, and passes.
+        """Ask every server whose ids it reads; SGLang does not say, and passes.
 
         Raises:
-            TokenizerMismatchError: it reads those of another tokenizer.
-            GenerateApiError: it does not answer.
+            TokenizerMismatchError: one reads those of another tokenizer.
+            GenerateApiError: one does not answer.
         """
-        info = await self._client.model_info()
         expected = self._identity.tokenizer_fingerprint
-        if info.tokenizer_fingerprint not in (None, expected):
-            raise TokenizerMismatchError(
-                f"the teacher at {self._client.base_url} reads ids of tokenizer "
-                f"{str(info.tokenizer_fingerprint)[:12]}, texts are rendered for {expected[:12]}"
-            )
+        for url, info in (await self._client.model_infos()).items():
+            if info.tokenizer_fingerprint not in (None, expected):
+                raise TokenizerMismatchError(
+                    f"the teacher at {url} reads ids of tokenizer "
+                    f"{str(info.tokenizer_fingerprint)[:12]}, texts are rendered for "
+                    f"{expected[:12]}"
+                )
 
-    async def _logprobs(self, input_ids: Sequence[int], first: int) -> NDArray[np.float64]:
+    async def require_stable_scores(self, text: ProbeText, *, tolerance: float) -> None:
+        """Have every server score a short text twice: a teacher's weights do not change.
+
+        Raises:
+            TeacherError: two scores differ by more than ``tolerance`` nats.
+            GenerateApiError, DeadlineError: there is no score.
+        """
+        problem = await check_frozen(
+            self._client, text, tolerance=tolerance, deadline_s=self._deadline_s
+        )
+        if problem is not None:
+            raise TeacherError(str(problem))
+
+    async def _logprobs(
+        self, input_ids: Sequence[int], first: int, group_id: str
+    ) -> NDArray[np.float64]:
         deadline = self._clock.now() + self._deadline_s
         while True:
             try:
-                return await self._ask(input_ids, first, deadline - self._clock.now())
+                return await self._ask(input_ids, first, group_id, deadline - self._clock.now())
             except (ServerUnavailableError, MalformedReplyError):
                 if not self._wait or self._clock.now() + WAIT_PAUSE_S >= deadline:
                     raise
+            # For the server to come back, or for its breaker to let somebody try.
             await self._clock.sleep(WAIT_PAUSE_S)
 
     async def _ask(
-        self, input_ids: Sequence[int], first: int, time_left_s: float
+        self, input_ids: Sequence[int], first: int, group_id: str, time_left_s: float
     ) -> NDArray[np.float64]:
-        request = scoring_request(input_ids, first)
-        reply = await self._client.generate(request, deadline_s=time_left_s)
-        finish = reply.meta_info.finish_reason
-        if finish is not None and finish.type == "abort":
-            why = finish.message or "no reason given"
-            raise ServerUnavailableError(f"{self._client.base_url} aborted the request: {why}")
-        return decode_input_logprobs(reply, input_ids=input_ids, start=first)
+        extra_key = None if self._policy_version is None else version_key(self._policy_version())
+        return await self._client.score(
+            input_ids, first, extra_key=extra_key, deadline_s=time_left_s, key=group_id
+        )
 
 
 def _span_score(
-    span: RenderedSpan, input_ids: Sequence[int], logprobs: NDArray[np.float64], first: int
+    span: RenderedSpan, input_ids: Sequence[int], logprobs: NDArray[np.float64]
 ) -> SpanScore:
-    found = logprobs[span.start - first : span.end - first] if span.end > span.start else ()
     return SpanScore(
         span_index=span.span_index,
         token_ids=tuple(input_ids[span.start : span.end]),
         byte_ends=span.byte_ends,
-        logprobs=tuple(float(value) for value in found),
+        logprobs=tuple(logprobs[span.start : span.end].tolist()),
     )
 
 

@@ -21,7 +21,8 @@ from miniverl_dist.alignment.spans import byte_ends, split_turn_end, student_byt
 from miniverl_dist.errors import ConfigError, RecordError, TokenizerMismatchError
 from miniverl_dist.ports import ChatFormat, Piece
 from miniverl_dist.schemas.messages import Message, ToolSchema
-from miniverl_dist.schemas.trajectory import ASSISTANT_KINDS, Span, SpanKind, Trajectory
+from miniverl_dist.schemas.running_episode import TokenRecord
+from miniverl_dist.schemas.trajectory import ASSISTANT_KINDS, Span, SpanKind
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 
 RenderingMode = Literal["native", "raw"]
@@ -152,7 +153,7 @@ class TeacherRendering:
 
 
 def render(
-    trajectory: Trajectory,
+    trajectory: TokenRecord,
     *,
     mode: RenderingMode,
     teacher_format: ChatFormat | None,
@@ -165,7 +166,8 @@ def render(
     """Render a trajectory for the teacher.
 
     Args:
-        trajectory: The student's record.
+        trajectory: The student's record. That of a running episode is rendered as the beginning of
+            what its trajectory will be.
         mode: See the module.
         teacher_format: The teacher's chat format; needed by ``native`` only.
         student: The tokenizer that the trajectory was made with.
@@ -210,7 +212,7 @@ class _Canvas:
 
     def __init__(
         self,
-        trajectory: Trajectory,
+        trajectory: TokenRecord,
         student: TokenizerLike,
         teacher: TokenizerLike,
         *,
@@ -305,7 +307,7 @@ def _same_message(previous: Span | None, span: Span) -> bool:
     )
 
 
-def _context_piece(trajectory: Trajectory, index: int, chat: ChatFormat) -> tuple[int, ...]:
+def _context_piece(trajectory: TokenRecord, index: int, chat: ChatFormat) -> tuple[int, ...]:
     """A user turn, or the results that one tool span holds, in the teacher's own way."""
     span, messages = trajectory.spans[index], trajectory.messages
     first = span.message_index

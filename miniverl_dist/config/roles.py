@@ -120,6 +120,18 @@ class StudentConfig(ConfigModel):
     """Supervised warm-up before the first rollout; recorded apart from RL."""
 
 
+class BreakerConfig(ConfigModel):
+    """When a server that hangs or cannot be reached is left alone."""
+
+    failures_in_a_row: PositiveInt = 5
+    """Hangs and broken connections, one after the other, that open the breaker."""
+    failure_share: Fraction = 0.5
+    """Share of them among the last ``window`` requests that opens it as well."""
+    window: PositiveInt = 20
+    open_s: PositiveFloat = 10.0
+    """Until one request is let through to see whether the server is back."""
+
+
 class TeacherConfig(ConfigModel):
     """The model of another family that scores what the student wrote."""
 
@@ -130,6 +142,9 @@ class TeacherConfig(ConfigModel):
     student's text without markers."""
     url: str | None = None
     """Score over HTTP there (SGLang's ``/generate``) instead of in this process."""
+    urls: tuple[str, ...] = ()
+    """More servers of the same model beside ``url``: a group's siblings go to one of them, another
+    takes over where that one has no room or does not answer."""
     vocabulary: Path | None = None
     """Stored sub-vocabulary of the tokenizer: the ids that a toy teacher behind ``url`` reads."""
     headers_file: Path | None = None
@@ -146,11 +161,27 @@ class TeacherConfig(ConfigModel):
     deadline_s: PositiveFloat = 120.0
     """For one score, retries and the wait for a slot included."""
     request_deadline_s: PositiveFloat = 60.0
-    """For one HTTP request."""
+    """For one HTTP request, beside what its length adds."""
+    request_deadline_s_per_1k_tokens: NonNegativeFloat = 1.0
+    """Added to it for each 1,000 tokens."""
     max_retries: NonNegativeInt = 4
     retry_backoff_s: NonNegativeFloat = 0.5
     """First pause before a retry; doubles, with jitter."""
     max_inflight_tokens: PositiveInt = 200_000
+    """At each server."""
+    prefix_scoring: bool = False
+    """Have each turn scored while its episode still runs, so that the last call is short; only with
+    ``url``. Helps where a server remembers prefixes; scores differ from those of one call by no
+    more than what it computes differently behind a remembered prefix."""
+    prefix_inflight_tokens: PositiveInt = 50_000
+    """Of those calls at each server, from each process that plays episodes; they are not retried.
+    At most ``max_inflight_tokens``, so that final scores come first."""
+    breaker: BreakerConfig = BreakerConfig()
+    probe: bool = True
+    """Before the run starts, every server scores a short text twice."""
+    probe_tolerance: NonNegativeFloat = 0.1
+    """Nats per token that two scores of one text may differ by (bfloat16 rounds differently with
+    the batch it is in)."""
     max_prefill_tokens: PositiveInt = 32_768
     """Longer renderings are refused as ``too_long`` without asking."""
 
@@ -177,8 +208,34 @@ class TeacherConfig(ConfigModel):
                 f"teacher.rendering: native needs the teacher's chat format, and there is none for "
                 f"tokenizer {self.tokenizer!r}; use `rendering: raw` or tokenizer `deepseek-v4`"
             )
-        if self.url is not None and not (
-            self.url.startswith(("http://", "https://")) and urlsplit(self.url).hostname
-        ):
-            raise ValueError(f"teacher.url: expected http(s)://host[:port], found {self.url!r}")
+        self._check_urls()
+        self._check_prefix_scoring()
         return self
+
+    def _check_prefix_scoring(self) -> None:
+        if not self.prefix_scoring:
+            return
+        if self.url is None:
+            raise ValueError(
+                "teacher.prefix_scoring goes with `url`: a teacher in this process computes every "
+                "text as a whole"
+            )
+        if self.prefix_inflight_tokens > self.max_inflight_tokens:
+            raise ValueError(
+                f"teacher.prefix_inflight_tokens is {self.prefix_inflight_tokens}, expected at "
+                f"most max_inflight_tokens ({self.max_inflight_tokens}): final scores come first"
+            )
+
+    def _check_urls(self) -> None:
+        if self.urls and self.url is None:
+            raise ValueError("teacher.urls are servers beside `url`: give that one as well")
+        for url in self.all_urls:
+            if not (url.startswith(("http://", "https://")) and urlsplit(url).hostname):
+                raise ValueError(f"teacher.url: expected http(s)://host[:port], found {url!r}")
+        if len({url.rstrip("/") for url in self.all_urls}) < len(self.all_urls):
+            raise ValueError(f"teacher.url and teacher.urls: {list(self.all_urls)} repeat a server")
+
+    @property
+    def all_urls(self) -> tuple[str, ...]:
+        """``url`` and ``urls``; empty for a teacher in this process."""
+        return () if self.url is None else (self.url, *self.urls)
