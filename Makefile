@@ -31,7 +31,7 @@ demo-lookahead: setup  ## OPD with and without lookahead
 	$(BIN)/python -m scripts.demo lookahead --runs $(RUNS)
 
 test: setup
-	$(PYTEST) -m "not slow and not gpu and not sglang" -n 2 --dist loadgroup
+	$(PYTEST) -m "not slow and not gpu and not sglang" -n 2 --dist loadscope --no-loadscope-reorder
 
 test-slow: setup
 	$(PYTEST) -m "slow and not gpu and not sglang"

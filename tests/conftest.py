@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,12 +15,21 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread tests over workers by file; those that share Ray, or start ranks, share a worker."""
-    for item in items:
-        folder = item.path.parent.name
-        group = folder if folder in ("ray", "megatron") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread tests over workers by file; those that share Ray, or start ranks, share a worker.
+
+    Not by xdist's own groups: it writes them into node ids, which pytest 9.2 no longer reads.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = PurePosixPath(nodeid.partition("::")[0])
+            shared = path.parent.name in ("ray", "megatron")
+            return path.parent.name if shared else str(path)
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
