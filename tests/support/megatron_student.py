@@ -104,6 +104,8 @@ class GradientRecorder(MegatronBackend):
     def close(self) -> None:
         if dist.get_world_size() == 1:
             super().close()
+        else:
+            self.model.release()
 
     def _count_step(self) -> None:
         super()._count_step()

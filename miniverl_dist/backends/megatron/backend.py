@@ -280,6 +280,7 @@ class MegatronBackend:
     def close(self) -> None:
         """Leave the process groups; nothing works afterwards. No collective."""
         self._lost = "it has been closed"
+        self.model.release()
         device.shutdown_ranks()
 
     SNAPSHOT_BUCKET_BYTES = 64 * 1024 * 1024

@@ -72,7 +72,7 @@ def lay_out_ranks(parallel: ParallelConfig, *, timeout_s: float, seed: int = 0) 
     """
     if problem := parallel.problem(dist.get_world_size()):
         raise ConfigError(f"student.model.parallel: {problem}")
-    parallel_state.destroy_model_parallel()
+    _leave_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -100,6 +100,13 @@ def init_ranks(address: RankAddress, parallel: ParallelConfig, timeout_s: float)
 
 def shutdown_ranks() -> None:
     """Leave all groups; afterwards ``init_ranks`` can be called again. No collective."""
+    _leave_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave_groups() -> None:
+    """Leave all groups but the default one, each of which has threads that poll."""
     parallel_state.destroy_model_parallel()
     # What megatron keeps for the process's life would let groups outlive this call, and in a
     # process forked later their end is a crash or a hang: rotary tables, cached by module and
@@ -109,7 +116,9 @@ def shutdown_ranks() -> None:
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -50,6 +50,14 @@ class MegatronModel:
     routing: RoutingReplay
     """Of the stage's routers; a decoder without experts has none."""
 
+    def release(self) -> None:
+        """Let the model go with its last reference; nothing can be computed afterwards.
+
+        Hooks of the parameters hold the wrapper from C++, where no collector looks. Through it they
+        would hold process groups, whose threads poll for the rest of the process.
+        """
+        vars(self.ddp).clear()
+
     @property
     def is_first_stage(self) -> bool:
         """This rank embeds token ids."""
