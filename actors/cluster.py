@@ -28,7 +28,7 @@ from actors.single import Parts, SingleActor
 from actors.sources import EpisodeKind
 from actors.student_pool import RankPool
 from actors.student_rank import StudentRank
-from actors.supervisor import RestartBudget
+from actors.supervisor import RestartBudget, started_within
 from actors.teacher_pool import RemoteServer, TeacherHost, TeacherPool
 from actors.teacher_side import teacher_scorer
 from actors.weight_endpoints import RayEngine, RayRank
@@ -291,10 +291,4 @@ class _Starter:
     async def _bounded(
         self, work: Awaitable[Result], who: str, lost: type[MiniverlError]
     ) -> Result:
-        try:
-            # Waits for the actor's process and its model to come up.
-            return await asyncio.wait_for(work, self._deadline_s)
-        except TimeoutError as error:
-            raise lost(
-                f"{who} did not start within {self._deadline_s:g} s (cluster.start_deadline_s)"
-            ) from error
+        return await started_within(work, who, self._deadline_s, lost)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from actors.placement import PlacedGroups, Role, place
 from actors.ray_calls import remote
 from actors.ray_session import cluster_address, ray_session
 from actors.running import Running
+from actors.supervisor import started_within
 from miniverl_dist.config.load import LoadedConfig
 from miniverl_dist.errors import MiniverlError, PlacementError
 from miniverl_dist.observability.progress import LineProgress, Progress
@@ -84,7 +84,9 @@ class HostedRun:
     async def _run(self, placed: PlacedGroups) -> RunSummary:
         self._host = ray.remote(RunHost).options(**placed.options(Role.STUDENT, 0)).remote()
         try:
-            await self._started()
+            ready = remote(self._host.ready.remote(), "the run's actor", PlacementError)
+            deadline_s = self._config.config.cluster.start_deadline_s
+            await started_within(ready, "the run's actor", deadline_s, PlacementError)
             self._progress.phase("training in one Ray actor")
             if self._is_stopped:
                 self.request_stop()
@@ -95,14 +97,3 @@ class HostedRun:
             return summary
         finally:
             ray.kill(self._host)
-
-    async def _started(self) -> None:
-        deadline_s = self._config.config.cluster.start_deadline_s
-        ready = remote(self._host.ready.remote(), "the run's actor", PlacementError)
-        try:
-            # Waits for the actor's process to come up.
-            await asyncio.wait_for(ready, deadline_s)
-        except TimeoutError as error:
-            raise PlacementError(
-                f"the run's actor did not start within {deadline_s:g} s (cluster.start_deadline_s)"
-            ) from error

@@ -47,7 +47,7 @@ DEFAULT_RESERVE_GIB: Final = 6.0
 """Left for the CUDA context, NCCL's buffers, workspaces and fragments: a choice, not a formula."""
 
 
-_NODE: Final = re.compile(r"(?:(\d{1,4})x)?(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)")
+_NODE: Final = re.compile(r"(?:(?!0+x)(\d{1,4})x)?(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def parse_nodes(texts: Sequence[str]) -> list[NodeResources]:
     found: list[NodeResources] = []
     for text in texts:
         match = _NODE.fullmatch(text)
-        if match is None or match[1] == "0" * len(match[1] or "x"):
+        if match is None:
             raise ConfigError(f"--node {text!r}: expected CPUS,GPUS or NxCPUS,GPUS, as in 2x96,8")
         for _ in range(int(match[1] or 1)):
             found.append(NodeResources(str(len(found)), float(match[2]), float(match[3])))

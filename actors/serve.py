@@ -6,11 +6,9 @@ Once it answers, one JSON line is printed: ``{"url": ..., "port": ..., "model": 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 from miniverl_dist.config.serve import (
     LocalTeacherService,
@@ -20,7 +18,7 @@ from miniverl_dist.config.serve import (
 )
 from miniverl_dist.errors import ConfigError, EngineError
 from teacher_server.launch_sglang import attached_model, sglang_teacher
-from teacher_server.service import serve_local
+from teacher_server.service import announcement, serve_local
 
 Tell = Callable[[str], None]
 
@@ -34,7 +32,7 @@ def serve_teacher(config: TeacherServiceConfig, tell: Tell) -> None:
     """
 
     def announce(url: str, model: str) -> None:
-        tell(json.dumps({"url": url, "port": urlsplit(url).port, "model": model}))
+        tell(announcement(url, model))
 
     if isinstance(config, LocalTeacherService):
         try:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from miniverl_dist.config.cluster import ClusterConfig
+from miniverl_dist.errors import MiniverlError
 from miniverl_dist.ports import Clock
 
 Started = TypeVar("Started")
@@ -29,6 +30,23 @@ async def all_started(
         await asyncio.gather(*(end(one) for one in started))
         raise failed[0]
     return started
+
+
+async def started_within(
+    work: Awaitable[Started], who: str, deadline_s: float, lost: type[MiniverlError]
+) -> Started:
+    """What ``work`` gives once ``who`` has started.
+
+    Raises:
+        MiniverlError: ``lost``, when that took longer than ``cluster.start_deadline_s``.
+    """
+    try:
+        # Waits for the actor's process and its model to come up.
+        return await asyncio.wait_for(work, deadline_s)
+    except TimeoutError as error:
+        raise lost(
+            f"{who} did not start within {deadline_s:g} s (cluster.start_deadline_s)"
+        ) from error
 
 
 class RestartBudget:

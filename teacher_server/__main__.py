@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -19,7 +17,7 @@ from miniverl_dist.config.problems import explain_in_line
 from miniverl_dist.config.serve import LocalTeacherService
 from miniverl_dist.errors import ConfigError, MiniverlError
 from miniverl_dist.generate_api.app import LOOPBACK
-from teacher_server.service import serve_local
+from teacher_server.service import announcement, serve_local
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -69,8 +67,7 @@ def _config(options: argparse.Namespace) -> LocalTeacherService:
 
 
 def _announce(url: str, model: str) -> None:
-    line = json.dumps({"url": url, "port": urlsplit(url).port, "model": model})
-    sys.stdout.write(line + "\n")
+    sys.stdout.write(announcement(url, model) + "\n")
     sys.stdout.flush()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from miniverl_dist.config.serve import LocalTeacherService
 from miniverl_dist.errors import ConfigError, MissingDependencyError
@@ -13,6 +15,11 @@ from teacher_server.batching import BatchLimits, TextScorer
 
 Announce = Callable[[str, str], None]
 """Told (base URL, model) once the server answers."""
+
+
+def announcement(url: str, model: str) -> str:
+    """The JSON line that says where a server answers."""
+    return json.dumps({"url": url, "port": urlsplit(url).port, "model": model})
 
 
 async def serve_local(config: LocalTeacherService, announce: Announce) -> None:
