@@ -80,6 +80,10 @@ class StaleScoreError(MiniverlError):
     """A teacher score or target made for another policy version."""
 
 
+class StaleCacheError(MiniverlError):
+    """Stored teacher targets of another teacher, rendering, text or policy version."""
+
+
 class TeacherError(MiniverlError):
     """The teacher failed and the config says that this ends the step."""
 
@@ -146,6 +150,10 @@ class TaskNotFoundError(MiniverlError):
 
 class UpdateError(MiniverlError):
     """An optimizer step that failed on at least one rank; no rank has committed."""
+
+
+class OutOfMemoryError(UpdateError):
+    """Memory ran out although the chunk could not be halved any further; nothing has changed."""
 
 
 class StudentLostError(UpdateError):

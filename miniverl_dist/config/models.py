@@ -8,6 +8,12 @@ from pydantic import Field, model_validator
 
 from miniverl_dist.config.base import ConfigModel, PositiveInt
 from miniverl_dist.config.cluster import ClusterConfig, PublishConfig, Runtime
+from miniverl_dist.config.lab import (
+    DemonstrationConfig,
+    DistillConfig,
+    MemoryConfig,
+    SelectionConfig,
+)
 from miniverl_dist.config.recipe import (
     BfclConfig,
     CheckpointConfig,
@@ -25,7 +31,7 @@ from miniverl_dist.config.recipe import (
 )
 from miniverl_dist.config.roles import MegatronModelConfig, StudentConfig, TeacherConfig
 
-Objective = Literal["grpo", "opd", "grpo_opd"]
+Objective = Literal["sft", "offline_kd", "opd", "grpo", "grpo_opd"]
 
 
 class RunConfig(ConfigModel):
@@ -47,6 +53,12 @@ class RunConfig(ConfigModel):
     rollout: RolloutConfig = RolloutConfig()
     grpo: GrpoConfig = GrpoConfig()
     opd: OpdConfig | None = None
+    distill: DistillConfig | None = None
+    """Compare whole distributions: all of ``sft`` and ``offline_kd``, instead of ``opd`` elsewhere."""
+    selection: SelectionConfig = SelectionConfig()
+    memory: MemoryConfig = MemoryConfig()
+    demonstrations: DemonstrationConfig | None = None
+    """What ``sft`` and ``offline_kd`` learn from."""
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     loop: LoopConfig
@@ -58,8 +70,18 @@ class RunConfig(ConfigModel):
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether training asks the teacher for scores."""
-        return self.objective in ("opd", "grpo_opd")
+        """Whether training asks the teacher for scores of the tokens that were sampled."""
+        return self.opd is not None
+
+    @property
+    def uses_targets(self) -> bool:
+        """Whether training asks the teacher for whole distributions."""
+        return self.distill is not None and self.distill.needs_teacher
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the student samples what it is trained on."""
+        return self.objective not in ("sft", "offline_kd")
 
     @property
     def uses_group_advantage(self) -> bool:
@@ -92,12 +114,17 @@ class RunConfig(ConfigModel):
         return self
 
     def _objective_problem(self) -> str | None:
-        if self.uses_teacher and self.teacher is None:
+        has_term = self.objective in ("opd", "grpo_opd")
+        if has_term and self.teacher is None:
             return f"objective {self.objective} needs a `teacher` section"
-        if self.uses_teacher and self.opd is None:
-            return f"objective {self.objective} needs an `opd` section"
-        if not self.uses_teacher and self.opd is not None:
-            return "objective grpo has no OPD term: remove the `opd` section"
+        if has_term and (self.opd is None) == (self.distill is None):
+            return (
+                f"objective {self.objective} needs an `opd` section (credit of sampled tokens) or a "
+                f"`distill` section (whole distributions), found "
+                f"{'neither' if self.opd is None else 'both'}"
+            )
+        if not has_term and self.opd is not None:
+            return f"objective {self.objective} has no OPD term: remove the `opd` section"
         if self.opd is not None and self.opd.coef == 0:
             return "opd.coef is 0: use `objective: grpo` instead of a teacher without a say"
         if (

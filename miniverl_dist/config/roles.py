@@ -137,9 +137,13 @@ class TeacherConfig(ConfigModel):
 
     tokenizer: str = "deepseek-v4"
     """``deepseek-v4`` or a folder with a Hugging Face tokenizer."""
-    rendering: Literal["native", "raw"] = "native"
+    mode: Literal["standard", "privileged_context"] = "standard"
+    """``privileged_context``: the teacher also reads the oracle's solution, which the student never
+    sees."""
+    rendering: Literal["native", "raw", "verbatim"] = "native"
     """``native``: the teacher's own role markers, the student's wire bytes verbatim; ``raw``: the
-    student's text without markers."""
+    student's text without markers; ``verbatim``: the student's very ids, for a teacher with the
+    student's tokenizer."""
     url: str | None = None
     """Score over HTTP there (SGLang's ``/generate``) instead of in this process."""
     urls: tuple[str, ...] = ()
