@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from miniverl_dist.config.environments import (
+    CalculatorConfig,
+    JsonNavigationConfig,
+    SqliteConfig,
+)
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import BfclConfig, TaskIds
 from miniverl_dist.environments.base import Environment, TaskInfo
+from miniverl_dist.environments.calculator import calculator
+from miniverl_dist.environments.json_navigation import json_navigation
 from miniverl_dist.environments.registry import EnvironmentRegistry
+from miniverl_dist.environments.splits import split
+from miniverl_dist.environments.sqlite_query import sqlite_query
+from miniverl_dist.environments.texts import CallWriter
 from miniverl_dist.errors import ConfigError, TaskNotFoundError
-from rollout_server.bfcl.environment import BfclEnvironment, BfclOptions, CallWriter
-from rollout_server.bfcl.tasks import split
+from rollout_server.bfcl.environment import BfclEnvironment, BfclOptions
 
 
 def environments(write_calls: CallWriter) -> EnvironmentRegistry:
     """Every environment a recipe can name; prefix calls are written by ``write_calls``."""
     registry = EnvironmentRegistry()
 
-    def bfcl(options: Mapping[str, Any]) -> BfclEnvironment:
+    def bfcl(options: Mapping[str, Any]) -> Environment:
         section = BfclConfig.model_validate(options)
         return BfclEnvironment(
             BfclOptions(
@@ -30,7 +39,19 @@ def environments(write_calls: CallWriter) -> EnvironmentRegistry:
             weights=section.reward,
         )
 
+    def calculations(options: Mapping[str, Any]) -> Environment:
+        return calculator(CalculatorConfig.model_validate(options), write_calls)
+
+    def documents(options: Mapping[str, Any]) -> Environment:
+        return json_navigation(JsonNavigationConfig.model_validate(options), write_calls)
+
+    def databases(options: Mapping[str, Any]) -> Environment:
+        return sqlite_query(SqliteConfig.model_validate(options), write_calls)
+
     registry.register("bfcl", bfcl)
+    registry.register("calculator", calculations)
+    registry.register("json_navigation", documents)
+    registry.register("sqlite_query", databases)
     return registry
 
 

@@ -19,10 +19,11 @@ from decimal import localcontext
 from threading import Lock
 from typing import Any
 
+from miniverl_dist.environments.arguments import size_problem
 from miniverl_dist.errors import EnvironmentFaultError
 from miniverl_dist.schemas.messages import ParsedCall, ParseStatus, ToolCall, ToolSchema
 from rollout_server.bfcl import package
-from rollout_server.bfcl.limits import cost_problem, size_problem
+from rollout_server.bfcl.limits import cost_problem
 from rollout_server.bfcl.tasks import BfclTask
 
 _MPMATH_LOCK = Lock()

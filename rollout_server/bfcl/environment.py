@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from miniverl_dist.config.recipe import RewardWeights
 from miniverl_dist.environments.base import Observation, Outcome, TaskInfo
+from miniverl_dist.environments.texts import CallWriter, cut, write_json_lines
 from miniverl_dist.errors import EnvironmentFaultError
 from miniverl_dist.schemas.messages import (
     FrozenModel,
@@ -24,11 +24,6 @@ from rollout_server.bfcl.reward import DEFAULT_WEIGHTS, trajectory_reward
 from rollout_server.bfcl.tasks import BfclData, BfclTask, load_data
 from rollout_server.bfcl.verdict import Verifier, replay
 
-CallWriter = Callable[[Sequence[ToolCall]], str]
-"""Writes calls as the chat format's wire text."""
-
-_CUT = " ...[cut]"
-
 
 class BfclOptions(FrozenModel):
     """What of a task the model sees, and the limits of a call."""
@@ -41,22 +36,6 @@ class BfclOptions(FrozenModel):
     call_deadline_s: Annotated[float, Field(gt=0)] = 5.0
     """CPU seconds. Expensive calls are refused beforehand (``limits``); one that still takes
     longer ends the episode as a fault of the harness instead of passing unnoticed."""
-
-
-def write_json_lines(calls: Sequence[ToolCall]) -> str:
-    """Calls as JSON objects, one a line."""
-    return "\n".join(
-        json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-        for call in calls
-    )
-
-
-def cut(text: str, max_chars: int) -> str:
-    """``text`` if it fits, else its beginning and a mark, ``max_chars`` in all."""
-    if len(text) <= max_chars:
-        return text
-    mark = _CUT[:max_chars]
-    return text[: max_chars - len(mark)] + mark
 
 
 class BfclEnvironment:

@@ -16,18 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from miniverl_dist.environments.base import TaskInfo
-from miniverl_dist.errors import ConfigError, RecordError, TaskNotFoundError
+from miniverl_dist.errors import RecordError, TaskNotFoundError
 from miniverl_dist.schemas.messages import FrozenModel, ToolCall, ToolSchema
 from rollout_server.bfcl import package
 from rollout_server.bfcl.schemas import to_tool_schema
 
 CATEGORY = "multi_turn_base"
 _ROWS = f"BFCL_v4_{CATEGORY}.json"
-
-SplitKind = Literal["tail", "stratified"]
 
 
 class BfclTask(FrozenModel):
@@ -143,46 +141,6 @@ def load_data(data_dir: Path | None = None) -> BfclData:
         "data_sha256": _digest(folder),
     }
     return BfclData(tasks=tasks, schemas=schemas, provenance=provenance)
-
-
-def split(
-    tasks: Mapping[str, TaskInfo], kind: SplitKind, num_eval: int = 30, seed: int = 0
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Divide task ids into ``(train_ids, eval_ids)``, both in the data's order.
-
-    ``tail`` takes the last ``num_eval`` ids (the data is grouped: they are all travel tasks).
-    ``stratified`` takes each combination of classes in proportion to its size (largest
-    remainders), and within one by a hash of seed and id: the same on every machine.
-
-    Raises:
-        ConfigError: ``num_eval`` leaves nothing to train on, or nothing to evaluate.
-    """
-    if not 0 < num_eval < len(tasks):
-        raise ConfigError(
-            f"tasks.num_eval is {num_eval}, expected 1 to {len(tasks) - 1} of {len(tasks)} tasks"
-        )
-    tail = kind == "tail"
-    chosen = set(list(tasks)[-num_eval:]) if tail else _stratified(tasks, num_eval, seed)
-    train_ids = tuple(task_id for task_id in tasks if task_id not in chosen)
-    return train_ids, tuple(task_id for task_id in tasks if task_id in chosen)
-
-
-def _stratified(tasks: Mapping[str, TaskInfo], num_eval: int, seed: int) -> set[str]:
-    strata: dict[tuple[str, ...], list[str]] = {}
-    for task_id, info in tasks.items():
-        strata.setdefault(info.classes, []).append(task_id)
-    shares = {key: divmod(len(ids) * num_eval, len(tasks)) for key, ids in strata.items()}
-    counts = {key: whole for key, (whole, _) in shares.items()}
-    by_remainder = sorted(shares, key=lambda key: (-shares[key][1], key))
-    for key in by_remainder[: num_eval - sum(counts.values())]:
-        counts[key] += 1
-
-    def rank(task_id: str) -> str:
-        return hashlib.sha256(f"{seed}:{task_id}".encode()).hexdigest()
-
-    return {
-        task_id for key, ids in strata.items() for task_id in sorted(ids, key=rank)[: counts[key]]
-    }
 
 
 def parse_expert_call(text: str, classes: Sequence[str]) -> ToolCall:

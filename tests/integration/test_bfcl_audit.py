@@ -11,8 +11,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from miniverl_dist.environments.base import Outcome, Session
+from miniverl_dist.environments.players import as_parsed, play_expert, play_nothing
 from rollout_server.bfcl.environment import BfclEnvironment
-from rollout_server.bfcl.players import as_parsed, play_expert, play_nothing
 
 pytestmark = [
     pytest.mark.bfcl,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from miniverl_dist.environments.players import as_parsed
 from miniverl_dist.schemas.messages import ToolCall
 from rollout_server.bfcl import package
 from rollout_server.bfcl.dispatch import CallResult, ToolHost
 from rollout_server.bfcl.environment import BfclEnvironment
-from rollout_server.bfcl.players import as_parsed
 from rollout_server.bfcl.tasks import BfclTask, load_data
 
 pytestmark = [

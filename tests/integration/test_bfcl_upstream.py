@@ -12,9 +12,9 @@ import random
 
 import pytest
 
+from miniverl_dist.environments.players import as_parsed
 from miniverl_dist.schemas.messages import ToolCall
 from rollout_server.bfcl.environment import BfclEnvironment
-from rollout_server.bfcl.players import as_parsed
 from rollout_server.bfcl.tasks import BfclTask
 
 pytestmark = [

@@ -10,16 +10,10 @@ import pytest
 
 from miniverl_dist.config.recipe import RewardWeights
 from miniverl_dist.environments.base import Environment, Session
+from miniverl_dist.environments.players import as_parsed, play_expert, play_nothing
 from miniverl_dist.errors import EnvironmentFaultError, TaskNotFoundError
 from miniverl_dist.schemas.messages import Message, ParsedCall, ParseStatus, ToolCall
-from rollout_server.bfcl.environment import (
-    BfclEnvironment,
-    BfclOptions,
-    BfclSession,
-    cut,
-    write_json_lines,
-)
-from rollout_server.bfcl.players import as_parsed, play_expert, play_nothing
+from rollout_server.bfcl.environment import BfclEnvironment, BfclOptions, BfclSession
 from rollout_server.bfcl.tasks import BfclTask
 
 pytestmark = [
@@ -100,11 +94,6 @@ class TestOpening:
         messages = env.start(TASK, prefix_calls=2).opening()
         assert [m.content for m in messages if m.role == "assistant"] == ["<cd>", "<mkdir>"]
 
-    def test_the_default_writer_writes_json_lines(self) -> None:
-        calls = [ToolCall(name="a", arguments={"x": "é"}), ToolCall(name="b", arguments={})]
-        text = '{"name": "a", "arguments": {"x": "é"}}\n{"name": "b", "arguments": {}}'
-        assert write_json_lines(calls) == text
-
     def test_observations_are_those_of_the_calls(self, env: BfclEnvironment) -> None:
         messages = env.start(TASK, prefix_calls=2).opening()
         observations = [m.content for m in messages if m.role == "tool"]
@@ -150,11 +139,6 @@ class TestPrompt:
 
 
 class TestCut:
-    def test_cut_keeps_to_the_limit_and_says_so(self) -> None:
-        assert cut("x" * 20, 20) == "x" * 20
-        assert cut("x" * 21, 20) == "x" * 11 + " ...[cut]"
-        assert [len(cut("x" * 50, size)) for size in (1, 5, 9, 10, 49)] == [1, 5, 9, 10, 49]
-
     def test_observations_are_cut_but_the_verdict_sees_all(self, env: BfclEnvironment) -> None:
         short = BfclEnvironment(BfclOptions(max_observation_chars=12))
         session = short.start(TASK, prefix_calls=1)

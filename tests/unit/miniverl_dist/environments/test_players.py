@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from miniverl_dist.environments.base import Observation, Outcome
+from miniverl_dist.environments.players import as_parsed, play_expert, play_nothing
 from miniverl_dist.schemas.messages import Message, ParsedCall, ToolCall, ToolSchema
-from rollout_server.bfcl.players import as_parsed, play_expert, play_nothing
 
 
 class CountingSession:
