@@ -208,7 +208,7 @@ def projection_gradients(
         if grad_hidden is not None:
             grad_hidden[part] = torch.mm(slopes, weight).mul_(factor)
         if grad_weight is not None:
-            _add_product(grad_weight, slopes, states * factor.to(states.dtype))
+            add_product(grad_weight, slopes, states * factor.to(states.dtype))
     if grad_weight is not None:
         grad_weight = grad_weight.to(weight.dtype)
     return grad_hidden, grad_weight
@@ -269,7 +269,7 @@ def _normalise(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak, log_total, entropy
 
 
-def _add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
+def add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
     """``total += slopes.T @ states``; sums over chunks in float32 at least."""
     if total.dtype == states.dtype:
         total.addmm_(slopes.T, states)
