@@ -58,3 +58,7 @@ class CheckpointManifest(FrozenModel):
                 f"{self.sha256[:12]}; it is damaged, use another checkpoint"
             )
         return self
+
+    def to_bytes(self) -> bytes:
+        """The one way this manifest is written; any other bytes are damage."""
+        return self.model_dump_json(indent=2).encode()

@@ -72,14 +72,12 @@ def _start_afresh(temporary: Path) -> None:
 
 def _complete(temporary: Path, target: Path, state: RunState) -> Path:
     """Describe what was saved, write the manifest last, and give the folder its name."""
-    files = tuple(_describe(path, temporary) for path in _files(temporary))
+    files = describe_files(temporary)
     _make_durable(temporary)
     manifest = CheckpointManifest(
         format_version=FORMAT_VERSION, name=target.name, state=state, files=files
     )
-    write_atomic(
-        temporary / CHECKPOINT_MARKER, manifest.model_dump_json(indent=2).encode(), CheckpointError
-    )
+    write_atomic(temporary / CHECKPOINT_MARKER, manifest.to_bytes(), CheckpointError)
     if target.exists():
         shutil.rmtree(target)
     temporary.rename(target)
@@ -149,7 +147,8 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """
     path = checkpoint / CHECKPOINT_MARKER
     try:
-        manifest = CheckpointManifest.model_validate_json(path.read_bytes())
+        data = path.read_bytes()
+        manifest = CheckpointManifest.model_validate_json(data)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{checkpoint.name} has no {CHECKPOINT_MARKER}: it was never completed; use another one"
@@ -161,6 +160,12 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     if manifest.format_version != FORMAT_VERSION:
         raise CheckpointError(
             f"{checkpoint.name} has format {manifest.format_version}, expected {FORMAT_VERSION}"
+        )
+    if data != manifest.to_bytes():
+        # Its own checksum is over values: it does not see a space that became a tab.
+        raise ChecksumError(
+            f"{checkpoint.name}/{CHECKPOINT_MARKER} says what was written, in other bytes; it is "
+            "damaged, use another checkpoint"
         )
     return manifest
 
@@ -194,9 +199,14 @@ def seal(folder: Path, seal_file: Path) -> None:
 
     For parts of a run that are made once and are no commit (a fitted teacher).
     """
-    files = [_describe(path, folder).model_dump() for path in _files(folder)]
+    files = [file.model_dump() for file in describe_files(folder)]
     _make_durable(folder)
     write_atomic(seal_file, json.dumps({"files": files}, indent=2).encode(), CheckpointError)
+
+
+def describe_files(folder: Path) -> tuple[CheckpointFile, ...]:
+    """Path, size and SHA-256 of every file below a folder."""
+    return tuple(_describe(path, folder) for path in _files(folder))
 
 
 def verify_seal(folder: Path, seal_file: Path) -> None:
