@@ -1,4 +1,4 @@
-"""The rollout engine on transformers: small models of the Qwen3 family, on the CPU or one GPU.
+"""The rollout engine on transformers: small models of any family, on the CPU or one GPU.
 
 ``generate`` queues a request and waits; ``_serve`` runs while there is work. Each turn of it admits
 waiting requests in FIFO order while there are free slots, has the worker thread compute one token
@@ -24,7 +24,8 @@ from miniverl_dist.backends.vocabulary import AnyVocabulary
 from miniverl_dist.errors import CheckpointError, ConfigError, PublishError
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import FloatArray, IntArray
-from rollout_server.engines.hf_decoder import BatchDecoder, DecoderCounters, empty_model
+from rollout_server.engines.hf_check import decoding_problem
+from rollout_server.engines.hf_decoder import KNOWN, BatchDecoder, DecoderCounters, empty_model
 from rollout_server.engines.hf_weights import fill, held_checksum, matched_views
 from rollout_server.engines.jobs import Job
 from rollout_server.engines.queued import QueuedEngine
@@ -74,6 +75,8 @@ class HFEngine(QueuedEngine[Job]):
         super().__init__(name, vocabulary, Job, longest)
         self._batch_slots = batch_slots
         self._decoder = BatchDecoder(self._model, len(vocabulary), KEPT_PER_SLOT * batch_slots)
+        self._is_trusted = config.model_type in KNOWN
+        """Whether decoding in company gives what a pass without a cache gives."""
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     @property
@@ -132,6 +135,10 @@ class HFEngine(QueuedEngine[Job]):
             # The device failed half way through: there is no version that the weights are of.
             self.weight_version = -1
             raise
+        if not self._is_trusted and (problem := decoding_problem(self._model, self._decoder)):
+            self.weight_version = -1
+            raise PublishError(f"engine {self.name} cannot sample from this model: {problem}")
+        self._is_trusted = True
         self.weight_version = snapshot.policy_version
         return held_checksum(views)
 

@@ -18,35 +18,46 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name every torch reader expects
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from transformers.initialization import no_init_weights
 
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.schemas.batch import IntArray
 from miniverl_dist.schemas.routing import ExpertRows
 from rollout_server.engines.hf_routing import RoutingTap
-from rollout_server.engines.jobs import Job
 
-SUPPORTED = ("qwen3", "qwen3_moe", "qwen3_5_moe_text")
-"""Model types whose caches and names on disk are known to fit."""
+KNOWN = ("qwen3", "qwen3_moe", "qwen3_5_moe_text")
+"""Model types whose caches and names on disk are known to fit; what others compute is compared with
+a pass without a cache before they are used (``hf_check``)."""
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """Per layer (keys, values), both [B, heads, L, head size], or (conv, recurrent) states [B, ...]."""
 Logits = NDArray[np.float32]
 
 
+class Running(Protocol):
+    """What the decoder knows of a request (``jobs.Job``); compared and hashed by identity."""
+
+    prompt: IntArray
+    """[P] vocabulary rows."""
+    output: list[int]
+    """Rows sampled so far."""
+    cached_tokens: int
+    routing: list[ExpertRows]
+
+
 def empty_model(folder: Path, *, dtype: str, device: str) -> Any:  # noqa: ANN401 - untyped library
     """The architecture that a folder's ``config.json`` describes, its weights not filled yet.
 
     Raises:
-        ConfigError: there is no such file, or its model is not one of ``SUPPORTED``.
+        ConfigError: there is no such file, or its model's caches cannot be padded.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
@@ -54,17 +65,16 @@ def empty_model(folder: Path, *, dtype: str, device: str) -> Any:  # noqa: ANN40
         raise ConfigError(
             f"{folder.name}/config.json describes no model that transformers can build: {error}"
         ) from error
-    if config.model_type not in SUPPORTED:
-        raise ConfigError(
-            f"{folder.name}/config.json describes a {config.model_type!r} model, the hf engine "
-            f"samples from {', '.join(SUPPORTED)}: use another engine"
-        )
-    layers = DynamicCache(config=config).layers
-    if any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
-        raise ConfigError(
-            f"{folder.name}/config.json asks for sliding-window attention, whose cache cannot be "
-            "padded: use another engine"
-        )
+    for layer in DynamicCache(config=config).layers:
+        is_plain = type(layer) is DynamicLayer
+        if not is_plain and not (
+            config.model_type in KNOWN and type(layer) is LinearAttentionLayer
+        ):
+            raise ConfigError(
+                f"{folder.name}/config.json describes a {config.model_type!r} model with "
+                f"{type(layer).__name__} caches (sliding-window attention, running states), which "
+                "cannot be padded: use another engine"
+            )
     # Some modules draw numbers even so; whoever seeded torch must not notice.
     with torch.random.fork_rng(devices=[]), no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -113,11 +123,11 @@ class BatchDecoder:
         self.counters = DecoderCounters()
         self._model = model
         self._tap = RoutingTap(model)
-        self._num_vocabulary_rows = num_vocabulary_rows
+        self.num_vocabulary_rows = num_vocabulary_rows
         layers = DynamicCache(config=model.config).layers
         self._is_linear = [isinstance(layer, LinearAttentionLayer) for layer in layers]
         self._kept: deque[_Prefix] = deque(maxlen=num_kept)
-        self._jobs: list[Job] = []
+        self._jobs: list[Running] = []
         self._lengths: list[int] = []
         """[B] tokens fed of each row."""
         self._cache = self._cache_of(None)
@@ -132,7 +142,7 @@ class BatchDecoder:
         self._kept.clear()
         self._jobs, self._lengths, self._cache = [], [], self._cache_of(None)
 
-    def step(self, jobs: Sequence[Job]) -> Logits:
+    def step(self, jobs: Sequence[Running]) -> Logits:
         """Feed each job what it has not fed yet; rows of all other jobs leave the batch.
 
         Returns:
@@ -149,13 +159,13 @@ class BatchDecoder:
             self.clear()
             raise
         logits |= {job: prefix.logits for job, prefix in started.items()}
-        empty = np.zeros((0, self._num_vocabulary_rows), dtype=np.float32)
+        empty = np.zeros((0, self.num_vocabulary_rows), dtype=np.float32)
         return np.stack([logits[job] for job in jobs]) if jobs else empty
 
     def _advance(self) -> Logits:
         """Feed every row the token it sampled last."""
         if not self._jobs:
-            return np.zeros((0, self._num_vocabulary_rows), dtype=np.float32)
+            return np.zeros((0, self.num_vocabulary_rows), dtype=np.float32)
         width = max(self._lengths)
         lengths = torch.tensor(self._lengths)[:, None]
         mask = torch.arange(width + 1) >= width - lengths
@@ -167,7 +177,7 @@ class BatchDecoder:
         self.counters.num_decoded_tokens += len(self._jobs)
         return logits
 
-    def _started(self, job: Job) -> _Prefix:
+    def _started(self, job: Running) -> _Prefix:
         """A new job's prompt, computed from the longest kept cache on."""
         found = [prefix for prefix in self._kept if prefix.begins(job.prompt)]
         prefix = max(found, key=lambda each: len(each.tokens), default=None)
@@ -215,11 +225,11 @@ class BatchDecoder:
                 logits_to_keep=1,
             )
             routing = self._tap.heard(len(tokens))
-        logits = output.logits[:, -1, : self._num_vocabulary_rows]
+        logits = output.logits[:, -1, : self.num_vocabulary_rows]
         found: Logits = logits.float().cpu().numpy()
         return found, routing
 
-    def _drop_all_but(self, jobs: Sequence[Job]) -> None:
+    def _drop_all_but(self, jobs: Sequence[Running]) -> None:
         """Take rows out of the batch and keep their caches for a later turn."""
         stay = [row for row, job in enumerate(self._jobs) if job in jobs]
         if len(stay) == len(self._jobs):
@@ -235,7 +245,7 @@ class BatchDecoder:
         width = max(self._lengths, default=0)
         self._cache = self._cache_of(self._selected(layers, stay, width) if stay else None)
 
-    def _join(self, started: dict[Job, _Prefix]) -> None:
+    def _join(self, started: dict[Running, _Prefix]) -> None:
         """Put newly computed prompts behind the rows of the batch."""
         if not started:
             return

@@ -14,21 +14,24 @@ import torch
 
 from miniverl_dist.schemas.routing import ExpertRows
 
+_FAMILIES = ("qwen3_moe", "qwen3_5_moe_text")
+
 
 class RoutingTap:
     """Listens to a model's routers; used by the one thread that runs the model.
 
     Args:
         model: Of the Qwen3 family, whose routers are called ``gate`` and return
-            (logits, weights, indices). One without experts is fine.
+            (logits, weights, indices). One without experts is fine; others are not listened to.
     """
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - untyped library
-        self._dtype = np.min_scalar_type(getattr(model.config, "num_experts", 1) - 1)
+        self._dtype = np.min_scalar_type((getattr(model.config, "num_experts", None) or 1) - 1)
         self._noted: list[torch.Tensor] | None = None
         """By layer, while a pass is listened to."""
+        is_known = model.config.model_type in _FAMILIES
         for name, module in model.named_modules():
-            if name.endswith(".mlp.gate"):
+            if is_known and name.endswith(".mlp.gate"):
                 module.register_forward_hook(self._note)
 
     @contextmanager

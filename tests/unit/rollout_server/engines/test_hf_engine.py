@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Qwen3_5MoeConfig, Qwen3Config
+from transformers import MambaConfig, Qwen3_5MoeConfig, Qwen3Config
 
 from miniverl_dist.backends.vocabulary import FullVocabulary
 from miniverl_dist.errors import ConfigError, EngineError, GenerateApiError, PublishError
@@ -323,8 +323,8 @@ def test_making_an_engine_draws_no_numbers_of_others() -> None:
 def test_folders_it_cannot_serve_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="describes no model"):
         HFEngine(tmp_path, VOCABULARY)
-    LlamaConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="a 'llama' model, the hf engine samples from qwen3"):
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="'mamba' model with LinearAttentionLayer caches"):
         HFEngine(tmp_path, VOCABULARY)
     Qwen3Config(use_sliding_window=True, max_window_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="sliding-window"):

@@ -1,0 +1,179 @@
+"""What is checked of an hf student before anything is loaded or written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.hf_files import folder_sha256, read_hf_files, require_same_base
+from actors.memory_estimate import hf_student_bytes
+from actors.plan import make_plan
+from actors.preflight import require_student_files
+from actors.roles import role_graph
+from actors.student_side import student_chat
+from miniverl_dist.config.load import load_config
+from miniverl_dist.config.models import RunConfig
+from miniverl_dist.config.roles import HFStudentConfig
+from miniverl_dist.errors import CheckpointError, ConfigError
+from miniverl_dist.tokens.load import load_tokenizer
+from rollout_server.chat_format import Qwen36ChatFormat
+from tests.reference.tiny_tokenizer import QWEN_LIKE
+from tests.support.hf_run import RECIPE, hf_run, qwen_folder, tokenizer_folder
+from tests.support.hf_student import student_folder
+
+LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
+
+
+def recipe(
+    root: Path, tokenizer: str | Path, overrides: tuple[str, ...] = (), **model: Any
+) -> RunConfig:
+    described = {"kind": "hf", "path": str(root / "base"), "max_context_tokens": 150} | model
+    text = RECIPE.replace("TOKENIZER", json.dumps(str(tokenizer)))
+    (root / "run.yaml").write_text(text.replace("MODEL", json.dumps(described)))
+    return load_config(root / "run.yaml", list(overrides)).config
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    tokenizer_folder(tmp_path / "tokenizer")
+    qwen_folder(tmp_path / "base")
+    return tmp_path
+
+
+def test_nothing_is_said_where_everything_fits(root: Path) -> None:
+    require_student_files(recipe(root, root / "tokenizer"))
+
+
+def without_weights(root: Path) -> None:
+    (root / "base" / "model.safetensors").unlink()
+
+
+def garbage(root: Path) -> None:
+    (root / "base" / "model.safetensors").write_bytes(b"\xff" * 40)
+
+
+def quantised(root: Path) -> None:
+    edit_config(root, quantization_config={"quant_method": "fp8"})
+
+
+def short(root: Path) -> None:
+    edit_config(root, max_position_embeddings=100)
+
+
+def narrow(root: Path) -> None:
+    edit_config(root, vocab_size=100)
+
+
+def edit_config(root: Path, **changes: Any) -> None:
+    path = root / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: shutil.rmtree(root / "base"), "holds no Hugging Face model"),
+        (without_weights, r"holds no \*.safetensors: other formats can run code"),
+        (garbage, "model.safetensors is no safetensors file"),
+        (quantised, "holds weights that are quantised already"),
+        (short, "episodes of 150 tokens exceed the 100 positions of base/"),
+        (narrow, r"base/ has 100 vocabulary rows, tokenizer tokenizer has 26\d ids"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(
+    spoil: Callable[[Path], None], message: str, root: Path
+) -> None:
+    spoil(root)
+    with pytest.raises(ConfigError, match=message):
+        require_student_files(recipe(root, root / "tokenizer"))
+
+
+def test_gpt2_says_its_positions_otherwise() -> None:
+    found = read_hf_files(student_folder("gpt2"))
+    assert (found.model_type, found.vocab_size, found.max_positions) == ("gpt2", 100, 160)
+
+
+def test_a_chatml_folder_gets_qwens_turns(root: Path) -> None:
+    config = recipe(root, root / "tokenizer")
+    chat = student_chat(config, load_tokenizer(config.student.tokenizer))
+    assert isinstance(chat, Qwen36ChatFormat)
+    assert chat.tokenizer.decode(chat.user("Hello").token_ids[1:-2]) == "user\nHello"
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (("<|im_end|>",), r"no control token <\|im_end\|>; known are qwen3.6, and folders"),
+        (("<|im_start|>", "<|im_end|>"), r"no control token <\|im_start\|> and no <\|im_end\|>"),
+    ],
+)
+def test_another_folder_is_told_what_it_lacks(
+    missing: tuple[str, ...], message: str, root: Path
+) -> None:
+    kept = tuple(token for token in QWEN_LIKE if token[0] not in missing)
+    tokenizer_folder(root / "other", kept)
+    config = recipe(root, root / "other")
+    with pytest.raises(ConfigError, match=message):
+        student_chat(config, load_tokenizer(config.student.tokenizer))
+
+
+def test_a_changed_folder_is_noticed(tmp_path: Path) -> None:
+    run, _ = asyncio.run(hf_run(tmp_path))
+    model = HFStudentConfig(kind="hf", path=tmp_path / "base")
+    require_same_base(model, run)
+    digest = folder_sha256(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("no weights")
+    assert folder_sha256(tmp_path / "base") == digest
+    edit_config(tmp_path, rms_norm_eps=1e-4)
+    with pytest.raises(CheckpointError, match=f"expected {digest[:12]}"):
+        require_same_base(model, run)
+    assert str(tmp_path) not in "".join(p.read_text() for p in (run / "student").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.engine={kind: sglang}", "an hf student is sampled by transformers, found sglang"),
+        ("rollout.routing_replay=on", "an hf student replays no experts"),
+    ],
+)
+def test_what_an_hf_student_cannot_do_is_refused(override: str, message: str, root: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe(root, root / "tokenizer", (override,))
+
+
+def test_the_plan_counts_what_is_there(root: Path) -> None:
+    """24 -> 32 (q) and 40 -> 24 (down) in two layers, rank 4."""
+    config = recipe(root, root / "tokenizer", lora=LORA)
+    files = read_hf_files(root / "base")
+    adapter = 2 * 4 * (24 + 32 + 40 + 24)
+    (note,) = make_plan(config).notes
+    assert f"{files.num_parameters:,} weights, of which {adapter:,} numbers are trained" in note
+    model = config.student.model
+    assert isinstance(model, HFStudentConfig)
+    # Base in float32; adapter with gradient, two moments and itself.
+    assert hf_student_bytes(config, model) == 4 * files.num_parameters + 16 * adapter
+    whole = model.model_copy(update={"lora": None, "dtype": "bfloat16"})
+    with_reference = config.model_copy(
+        update={"loss": config.loss.model_copy(update={"kl_coef": 0.1})}
+    )
+    # 2 weight, 4 gradient, 8 moments, 4 master, 2 reference.
+    assert hf_student_bytes(with_reference, whole) == 20 * files.num_parameters
+
+
+def test_roles_of_the_recipes(root: Path) -> None:
+    kl = ("loss.kl_coef=0.1",)
+    adapted = role_graph(recipe(root, root / "tokenizer", kl, lora=LORA))
+    assert adapted.reference is not None
+    assert adapted.actor.backbone == adapted.reference.backbone == "student base"
+    assert (adapted.actor.adapter, adapted.reference.adapter) == ("actor", "reference")
+    whole = role_graph(recipe(root, root / "tokenizer", kl))
+    assert whole.reference is not None
+    assert whole.actor.backbone != whole.reference.backbone
+    assert role_graph(recipe(root, root / "tokenizer")).reference is None
