@@ -1,31 +1,55 @@
 """What the teacher reads: a student's trajectory in the teacher's own tokens.
 
-    native   BOS, system text, role markers and tool turns as the teacher knows them; what the
-             model wrote stays the student's wire bytes, verbatim
-    raw      the student's whole text as it stands, without any marker
+    native    BOS, system text, role markers and tool turns as the teacher knows them; what the
+              model wrote stays the student's wire bytes, verbatim
+    raw       the student's whole text as it stands, without any marker
+    verbatim  the student's very ids, for a teacher that has the student's tokenizer
 
-Only model-written spans are scored. Each is tokenised on its own, in its place: no teacher token
-straddles the boundary of a span, and no text is ever rendered again from parsed calls.
-
-Shapes: S student tokens, R teacher tokens of one span.
+Only model-written spans are scored. Under ``native`` and ``raw`` each is tokenised on its own, in
+its place: no teacher token straddles the boundary of a span, and no text is ever rendered again
+from parsed calls.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
-from miniverl_dist.alignment.spans import byte_ends, split_turn_end, student_byte_ends
-from miniverl_dist.errors import ConfigError, RecordError, TokenizerMismatchError
+from miniverl_dist.errors import (
+    ConfigError,
+    PrivilegedContextError,
+    RecordError,
+    TokenizerMismatchError,
+)
 from miniverl_dist.ports import ChatFormat, Piece
 from miniverl_dist.schemas.messages import Message, ToolSchema
 from miniverl_dist.schemas.running_episode import TokenRecord
 from miniverl_dist.schemas.trajectory import ASSISTANT_KINDS, Span, SpanKind
+from miniverl_dist.tokens.identity import knows_every_id
 from miniverl_dist.tokens.tokenizer import TokenizerLike
+from teacher_server.canvas import (
+    PRIVILEGED_KEY,
+    Canvas,
+    OracleBlock,
+    RenderedSpan,
+    TeacherRendering,
+)
+from teacher_server.privileged import require_equal_segments
 
-RenderingMode = Literal["native", "raw"]
+__all__ = [
+    "DeepSeekV4ChatFormat",
+    "OracleBlock",
+    "RenderedSpan",
+    "RenderingMode",
+    "TeacherRendering",
+    "WireFormat",
+    "render",
+    "turn_ends",
+]
+
+RenderingMode = Literal["native", "raw", "verbatim"]
 WireFormat = Literal["qwen_xml", "hermes_json"]
 
 _CALL_FORMS: dict[WireFormat, str] = {
@@ -128,40 +152,16 @@ class DeepSeekV4ChatFormat:
         )
 
 
-@dataclass(frozen=True)
-class RenderedSpan:
-    """One model-written span in the teacher's tokens; the arrays are what alignment needs."""
-
-    span_index: int
-    """Index into ``Trajectory.spans``."""
-    start: int
-    """The span's teacher tokens are ``token_ids[start:end]``; ``start`` >= 1 unless empty."""
-    end: int
-    byte_ends: tuple[int, ...]
-    """[R] from the span's start; a turn end counts as one byte."""
-    student_byte_ends: tuple[int, ...]
-    """[S] by the same rule."""
-
-
-@dataclass(frozen=True)
-class TeacherRendering:
-    """One prefill for the teacher, and where the scored tokens are in it."""
-
-    token_ids: tuple[int, ...]
-    spans: tuple[RenderedSpan, ...]
-    """One per located span, in order."""
-
-
 def render(
     trajectory: TokenRecord,
     *,
     mode: RenderingMode,
+    student_format: ChatFormat,
     teacher_format: ChatFormat | None,
-    student: TokenizerLike,
     teacher: TokenizerLike,
     tools: Sequence[ToolSchema],
-    turn_end_id: int,
     every_written: bool = False,
+    block: OracleBlock | None = None,
 ) -> TeacherRendering:
     """Render a trajectory for the teacher.
 
@@ -169,27 +169,84 @@ def render(
         trajectory: The student's record. That of a running episode is rendered as the beginning of
             what its trajectory will be.
         mode: See the module.
+        student_format: Of the student, over the tokenizer that the trajectory was made with. Under
+            ``raw`` its turn end has no counterpart and is unscored.
         teacher_format: The teacher's chat format; needed by ``native`` only.
-        student: The tokenizer that the trajectory was made with.
         teacher: The teacher's tokenizer.
         tools: Tools that the student was shown.
-        turn_end_id: The student's turn end. Under ``raw`` it has no counterpart and is unscored.
         every_written: Locate all assistant spans, not only those that the policy sampled.
+        block: What the teacher reads before the policy's first turn and the student does not:
+            a user turn of its own, or under ``raw`` a paragraph behind the context.
 
     Raises:
         ConfigError: ``native`` without a format, or a format of another tokenizer.
-        TokenizerMismatchError: ``student`` did not make the trajectory.
+        TokenizerMismatchError: the student's tokenizer did not make the trajectory, or under
+            ``verbatim`` the teacher does not know its ids.
         RecordError: a context span names no message, or nothing stands before a scored token.
+        PrivilegedContextError: the text with the block differs by more than the block.
     """
+    _require_ids_of(trajectory, student_format.tokenizer)
+    painter = _painter(mode, student_format, teacher_format, teacher, tools)
+
+    def painted(block: OracleBlock | None) -> TeacherRendering:
+        canvas = Canvas(
+            trajectory,
+            student_format.tokenizer,
+            teacher,
+            turn_ends=turn_ends(mode, student_format, teacher_format),
+            block=block,
+            every_written=every_written,
+        )
+        painter(canvas)
+        return canvas.finish()
+
+    rendering = painted(None)
+    if block is None:
+        return rendering
+    privileged = painted(block)
+    require_equal_segments(trajectory, rendering, privileged)
+    return privileged
+
+
+def turn_ends(
+    mode: RenderingMode, student_format: ChatFormat, teacher_format: ChatFormat | None
+) -> tuple[int, int] | None:
+    """Turn end ids of student and teacher where they stand for each other; None under ``raw``."""
+    if mode == "verbatim":
+        return student_format.turn_end_id, student_format.turn_end_id
+    if mode == "native" and teacher_format is not None:
+        return student_format.turn_end_id, teacher_format.turn_end_id
+    return None
+
+
+def _require_ids_of(trajectory: TokenRecord, student: TokenizerLike) -> None:
     if trajectory.tokenizer_fingerprint != student.fingerprint:
         raise TokenizerMismatchError(
             f"trajectory {trajectory.trajectory_id} holds ids of tokenizer "
             f"{trajectory.tokenizer_fingerprint[:12]}, the student's is {student.name} "
             f"({student.fingerprint[:12]}): its ids would spell other bytes"
         )
-    canvas = _Canvas(trajectory, student, teacher, every_written=every_written)
+
+
+def _painter(
+    mode: RenderingMode,
+    student_format: ChatFormat,
+    teacher_format: ChatFormat | None,
+    teacher: TokenizerLike,
+    tools: Sequence[ToolSchema],
+) -> Callable[[Canvas], None]:
+    """What fills the canvas, after a check of who can read what."""
     if mode == "raw":
-        return _raw(canvas)
+        return _raw
+    if mode == "verbatim":
+        student = student_format.tokenizer
+        if not knows_every_id(teacher, student):
+            raise TokenizerMismatchError(
+                f"verbatim rendering hands the ids of {student.name} ({student.fingerprint[:12]}) "
+                f"to a teacher that reads those of {teacher.name} ({teacher.fingerprint[:12]}); "
+                "give the teacher the student's tokenizer, or use teacher.rendering: native"
+            )
+        return partial(_verbatim, chat=student_format)
     if teacher_format is None:
         raise ConfigError(
             f"native rendering needs the teacher's chat format, and there is none for "
@@ -200,101 +257,79 @@ def render(
             f"the teacher's chat format writes ids of {teacher_format.tokenizer.name}, the teacher "
             f"reads ids of {teacher.name}"
         )
-    canvas.turn_ends = (turn_end_id, teacher_format.turn_end_id)
-    return _native(canvas, teacher_format, tools)
+    return partial(_native, chat=teacher_format, tools=tools)
 
 
-class _Canvas:
-    """The prefill while it grows."""
-
-    turn_ends: tuple[int, int] | None = None
-    """Turn end ids of student and teacher; None where turn ends are not written."""
-
-    def __init__(
-        self,
-        trajectory: TokenRecord,
-        student: TokenizerLike,
-        teacher: TokenizerLike,
-        *,
-        every_written: bool,
-    ) -> None:
-        self.trajectory, self.student, self.teacher = trajectory, student, teacher
-        self._every_written = every_written
-        self._ids: list[int] = []
-        self._spans: list[RenderedSpan] = []
-
-    def context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that are not scored."""
-        self._ids.extend(token_ids)
-
-    def written(self, index: int, span: Span) -> bool:
-        """Append a model-written span, tokenised on its own; whether it had its turn end."""
-        student_turn_end, teacher_turn_end = self.turn_ends or (None, None)
-        span_ids = self.trajectory.token_ids[span.start : span.end]
-        text_ids, has_turn_end = split_turn_end(span_ids, student_turn_end)
-        teacher_ids = self.teacher.encode_bytes(self.student.byte_table.join(text_ids))
-        start = len(self._ids)
-        self._ids.extend(teacher_ids)
-        if has_turn_end and teacher_turn_end is not None:
-            self._ids.append(teacher_turn_end)
-        if span.sampled or self._every_written:
-            ends = byte_ends(teacher_ids, self.teacher, has_turn_end=has_turn_end)
-            student_ends = student_byte_ends(span_ids, self.student, student_turn_end)
-            self._spans.append(
-                RenderedSpan(
-                    span_index=index,
-                    start=start,
-                    end=len(self._ids),
-                    byte_ends=tuple(ends.tolist()),
-                    student_byte_ends=tuple(student_ends.tolist()),
-                )
-            )
-        return has_turn_end
-
-    def finish(self) -> TeacherRendering:
-        """Freeze; nothing may be scored at position 0, where nothing predicts it."""
-        for span in self._spans:
-            if span.start == 0 and span.end > 0:
-                raise RecordError(
-                    f"trajectory {self.trajectory.trajectory_id}: nothing stands before span "
-                    f"{span.span_index} in the teacher's text, so its first token has no logprob; "
-                    "use teacher.rendering: native"
-                )
-        return TeacherRendering(tuple(self._ids), tuple(self._spans))
-
-
-def _raw(canvas: _Canvas) -> TeacherRendering:
+def _raw(canvas: Canvas) -> None:
     """The bytes of all spans; context between two model-written spans is tokenised as one."""
-    trajectory, table = canvas.trajectory, canvas.student.byte_table
-    context = b""
+    trajectory, table, teacher = canvas.trajectory, canvas.student.byte_table, canvas.teacher
+    context, key = b"", ""
     for index, span in enumerate(trajectory.spans):
         if span.kind in ASSISTANT_KINDS:
-            canvas.context(canvas.teacher.encode_bytes(context))
-            context = b""
+            canvas.context(key, teacher.encode_bytes(context))
+            context, key = b"", ""
+            text = canvas.block_before(span)
+            if text is not None:
+                canvas.context(PRIVILEGED_KEY, teacher.encode_bytes(f"{text}\n\n".encode()))
             canvas.written(index, span)
         else:
             context += table.join(trajectory.token_ids[span.start : span.end])
-    canvas.context(canvas.teacher.encode_bytes(context))
-    return canvas.finish()
+            key = key or span.segment_key
+    canvas.context(key, teacher.encode_bytes(context))
 
 
-def _native(canvas: _Canvas, chat: ChatFormat, tools: Sequence[ToolSchema]) -> TeacherRendering:
+def _native(canvas: Canvas, chat: ChatFormat, tools: Sequence[ToolSchema]) -> None:
     trajectory = canvas.trajectory
-    canvas.context(chat.system(tools).token_ids)
+    canvas.context("system:0", chat.system(tools).token_ids)
     closing: Sequence[int] = ()  # of the assistant turn before; written when something follows
     previous: Span | None = None
     for index, span in enumerate(trajectory.spans):
+        key = span.segment_key
         if span.kind in ASSISTANT_KINDS:
             if not _same_message(previous, span):
-                canvas.context([*closing, *chat.assistant_opening().token_ids])
+                canvas.context(key, closing)
+                text = canvas.block_before(span)
+                if text is not None:
+                    canvas.context(PRIVILEGED_KEY, chat.user(text).token_ids)
+                canvas.context(key, chat.assistant_opening().token_ids)
             has_turn_end = canvas.written(index, span)
             cut = () if has_turn_end else (chat.turn_end_id,)
             closing = [*cut, *chat.assistant_closing().token_ids]
         elif span.message_index is not None or span.kind is not SpanKind.SYSTEM:
-            canvas.context([*closing, *_context_piece(trajectory, index, chat)])
+            canvas.context(key, [*closing, *_context_piece(trajectory, index, chat)])
             closing = ()
         previous = span
-    return canvas.finish()
+
+
+def _verbatim(canvas: Canvas, chat: ChatFormat) -> None:
+    """The ids as they are. An opening is the end of the span before; the block goes in between."""
+    spans = canvas.trajectory.spans
+    for index, span in enumerate(spans):
+        if span.kind in ASSISTANT_KINDS:
+            canvas.copied(index, span)
+            continue
+        ids = tuple(canvas.trajectory.token_ids[span.start : span.end])
+        following = spans[index + 1] if index + 1 < len(spans) else span
+        text = canvas.block_before(following) if following.kind in ASSISTANT_KINDS else None
+        if text is not None:
+            cut = len(ids) - len(_opening(canvas.trajectory, span, ids, chat))
+            canvas.context(span.segment_key, ids[:cut])
+            canvas.context(PRIVILEGED_KEY, chat.user(text).token_ids)
+            ids = ids[cut:]
+        canvas.context(span.segment_key, ids)
+
+
+def _opening(
+    trajectory: TokenRecord, span: Span, ids: tuple[int, ...], chat: ChatFormat
+) -> tuple[int, ...]:
+    opening = chat.assistant_opening().token_ids
+    if ids[len(ids) - len(opening) :] != opening:
+        raise PrivilegedContextError(
+            f"trajectory {trajectory.trajectory_id}: segment {span.segment_key!r} does not end "
+            "with the opening of an assistant turn in the student's chat format, so there is no "
+            "place for the oracle's calls before it"
+        )
+    return opening
 
 
 def _same_message(previous: Span | None, span: Span) -> bool:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,129 +10,50 @@ from hypothesis import strategies as st
 
 from miniverl_dist.alignment.mau import align
 from miniverl_dist.errors import ConfigError, RecordError, TokenizerMismatchError
-from miniverl_dist.ports import ChatFormat
 from miniverl_dist.schemas.messages import Message, ToolCall, ToolSchema
-from miniverl_dist.schemas.trajectory import (
-    SamplingRecord,
-    Span,
-    SpanKind,
-    Termination,
-    Trajectory,
-    mask_from_spans,
-)
+from miniverl_dist.schemas.trajectory import Span, SpanKind, Trajectory
+from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from rollout_server.chat_format import Qwen36ChatFormat
-from rollout_server.policies import Turn
 from rollout_server.tool_calls import parse_qwen_xml, write_qwen_xml
-from rollout_server.transcript import Transcript
-from teacher_server.rendering import DeepSeekV4ChatFormat, TeacherRendering, render
-from tests.reference.tiny_tokenizer import (
-    DEEPSEEK_LIKE,
-    byte_level_spec,
-    deepseek_like,
-    qwen_like,
-    tokenizer,
+from teacher_server.rendering import DeepSeekV4ChatFormat, TeacherRendering, render, turn_ends
+from tests.reference.tiny_tokenizer import DEEPSEEK_LIKE, byte_level_spec, qwen_like, tokenizer
+from tests.support.tiny_episodes import (
+    ASSISTANT,
+    BOS,
+    CHAT,
+    END,
+    EOS,
+    OTHER,
+    STUDENT,
+    TEACHER,
+    TEACHER_CHAT,
+    USER,
+    Step,
+    encode,
+    pieces,
+    play,
+    record,
+    scored,
+    shown,
 )
 
-pytest.importorskip("tokenizers")
-
-STUDENT = qwen_like("Hello", " Pan", "tom")
-TEACHER = deepseek_like("Hel", "lo", " Pantom", "Yes")
-CHAT = Qwen36ChatFormat(STUDENT)
-TEACHER_CHAT: ChatFormat = DeepSeekV4ChatFormat(TEACHER)
-END, OTHER = CHAT.turn_end_id, STUDENT.special_id("<|endoftext|>")
-BOS, EOS, USER, ASSISTANT = (
-    TEACHER.special_id(f"<｜{name}｜>")
-    for name in ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")
-)
 TOOLS = [ToolSchema(name="get_weather", description="Weather.", parameters={"type": "object"})]
 NO_TOOLS: list[ToolSchema] = []
-Step = tuple[Literal["user", "tool", "written", "sampled", "cut"], Any]
-
-
-def play(*steps: Step, tools: Sequence[ToolSchema] = ()) -> Trajectory:
-    """An episode: texts of user, tool (a list) and written turns; ids of sampled and cut ones."""
-    transcript = Transcript(CHAT, tools)
-    for kind, content in steps:
-        if kind in ("sampled", "cut"):
-            transcript.open_assistant()
-            finish: Literal["length", "turn_end"] = "length" if kind == "cut" else "turn_end"
-            turn = Turn(tuple(content), (-1.0,) * len(content), (0,), finish)
-            text = STUDENT.decode(content)
-            transcript.add_turn(turn, SpanKind.ASSISTANT_TEXT, text, [])
-        elif kind == "tool":
-            results = [Message(role="tool", content=text) for text in content]
-            transcript.add_tool_results(results)
-        else:
-            role: Literal["user", "assistant"] = "user" if kind == "user" else "assistant"
-            transcript.add_messages([Message(role=role, content=content)])
-    spans, ids = tuple(transcript.spans), tuple(transcript.token_ids)
-    return record(ids, spans, tuple(transcript.messages), list(transcript.rollout_logprobs))
-
-
-def record(
-    ids: tuple[int, ...],
-    spans: tuple[Span, ...],
-    messages: tuple[Message, ...],
-    logprobs: list[float],
-) -> Trajectory:
-    return Trajectory(
-        trajectory_id="t",
-        group_id="g",
-        task_id="task",
-        environment="none",
-        prefix_calls=0,
-        tail_calls=1,
-        tokenizer_fingerprint=STUDENT.fingerprint,
-        token_ids=ids,
-        spans=spans,
-        loss_mask=tuple(mask_from_spans(spans, len(ids))),
-        rollout_logprobs=logprobs,  # type: ignore[arg-type]
-        messages=messages,
-        tool_calls=(),
-        exec_successes=(),
-        reward=0.0,
-        reward_parts={},
-        passed=False,
-        verdict={},
-        termination=Termination.FINAL_ANSWER,
-        sampling=SamplingRecord(temperature=1.0, max_new_tokens=8),
-        seed=0,
-    )
 
 
 def native(trajectory: Trajectory, **changes: object) -> TeacherRendering:
     arguments: dict[str, Any] = {
         "mode": "native",
+        "student_format": CHAT,
         "teacher_format": TEACHER_CHAT,
-        "student": STUDENT,
         "teacher": TEACHER,
         "tools": NO_TOOLS,
-        "turn_end_id": END,
     }
     return render(trajectory, **(arguments | changes))
 
 
 def raw(trajectory: Trajectory, **changes: object) -> TeacherRendering:
     return native(trajectory, **({"mode": "raw", "teacher_format": None} | changes))
-
-
-def scored(rendering: TeacherRendering, index: int = 0) -> list[int]:
-    span = rendering.spans[index]
-    return list(rendering.token_ids[span.start : span.end])
-
-
-def pieces(ids: Sequence[int]) -> list[bytes]:
-    return [TEACHER.byte_table.pieces[i] for i in ids]
-
-
-def shown(ids: Sequence[int]) -> str:
-    marks = {BOS: "[B]", EOS: "[E]", USER: "[U]", ASSISTANT: "[A]"}
-    data = b"".join(marks[i].encode() if i in marks else pieces([i])[0] for i in ids)
-    return data.decode("utf-8", "replace")
-
-
-def encode(text: str) -> list[int]:
-    return STUDENT.encode(text)
 
 
 # --- native ----------------------------------------------------------------------------------
@@ -250,6 +171,65 @@ def test_raw_needs_something_before_the_first_scored_token() -> None:
     assert shown(native(trajectory).token_ids) == "[B][A]</think>Hello[E]"
 
 
+# --- verbatim --------------------------------------------------------------------------------
+
+
+def verbatim(trajectory: Trajectory, **changes: object) -> TeacherRendering:
+    return native(trajectory, **({"mode": "verbatim", "teacher": STUDENT} | changes))
+
+
+def test_verbatim_hands_over_the_very_ids() -> None:
+    ids = [*b"Hel", OTHER, *encode("Hello"), END]  # not as the tokenizer would write it
+    trajectory = play(("user", "Q."), ("written", "Hello"), ("tool", ["r"]), ("sampled", ids))
+    rendering = verbatim(trajectory)
+    assert rendering.token_ids == trajectory.token_ids
+    (span,) = rendering.spans
+    source = trajectory.spans[span.span_index]
+    assert (span.start, span.end) == (source.start, source.end)
+    assert span.byte_ends == span.student_byte_ends == (1, 2, 3, 3, 8, 9)
+    units = align(span.student_byte_ends, span.byte_ends)
+    assert units.student_unit.tolist() == units.teacher_unit.tolist() == [0, 1, 2, -1, 3, 4]
+    assert len(verbatim(trajectory, every_written=True).spans) == 2
+
+
+def test_verbatim_needs_a_teacher_that_knows_every_id() -> None:
+    trajectory = play(("user", "q"), ("sampled", [END]))
+    with pytest.raises(TokenizerMismatchError, match="native"):
+        verbatim(trajectory, teacher=TEACHER)
+    with pytest.raises(TokenizerMismatchError, match="qwen-like"):
+        verbatim(trajectory, teacher=qwen_like("Hello", " Pan"))
+    with pytest.raises(TokenizerMismatchError, match="qwen-like"):
+        verbatim(trajectory, teacher=SubVocabulary(STUDENT, {END}))
+    narrow_chat = Qwen36ChatFormat(
+        SubVocabulary(STUDENT, {END, STUDENT.special_id("<|im_start|>")})
+    )
+    of_narrow = trajectory.model_copy(
+        update={"tokenizer_fingerprint": narrow_chat.tokenizer.fingerprint}
+    )
+    for reader in (narrow_chat.tokenizer, STUDENT):
+        rendering = verbatim(of_narrow, student_format=narrow_chat, teacher=reader)
+        assert rendering.token_ids == trajectory.token_ids
+
+
+def test_turn_ends_stand_for_each_other_where_they_are_written() -> None:
+    assert turn_ends("raw", CHAT, None) is None
+    assert turn_ends("verbatim", CHAT, None) == (END, END)
+    assert turn_ends("native", CHAT, TEACHER_CHAT) == (END, EOS)
+
+
+def test_a_teacher_of_the_students_family_has_the_students_roles() -> None:
+    """Native and verbatim differ in what was written in another spelling, and nowhere else."""
+    trajectory = play(("user", "Q."), ("sampled", [*b"Hello", END]), ("user", "bye"), ("cut", []))
+    rendering = native(trajectory, teacher=STUDENT, teacher_format=Qwen36ChatFormat(STUDENT))
+    assert STUDENT.decode(rendering.token_ids) == STUDENT.decode(trajectory.token_ids)
+    assert scored(rendering) == [*encode("Hello"), END]
+    spelled = play(
+        ("user", "Q."), ("sampled", [*encode("Hello"), END]), ("user", "bye"), ("cut", [])
+    )
+    again = native(spelled, teacher=STUDENT, teacher_format=Qwen36ChatFormat(STUDENT))
+    assert again.token_ids == spelled.token_ids
+
+
 # --- the tutorial's defects ------------------------------------------------------------------
 
 
@@ -329,7 +309,7 @@ def test_peer_2_empty_spans_and_bos() -> None:
 def test_peer_4_foreign_ids_are_refused() -> None:
     trajectory = play(("user", "q"), ("sampled", [*b"ab", END]))
     with pytest.raises(TokenizerMismatchError, match="qwen-like"):
-        native(trajectory, student=qwen_like("Hello"))
+        native(trajectory, student_format=Qwen36ChatFormat(qwen_like("Hello")))
     with pytest.raises(ConfigError, match="deepseek-like"):
         native(trajectory, teacher=STUDENT)
 
@@ -379,7 +359,7 @@ IDS = st.lists(
 )
 
 
-@pytest.mark.parametrize("mode", [native, raw])
+@pytest.mark.parametrize("mode", [native, raw, verbatim])
 @settings(deadline=None)
 @given(turns=st.lists(st.tuples(IDS, st.booleans()), min_size=1, max_size=3))
 def test_scored_spans_spell_the_students_bytes_and_align(
@@ -395,9 +375,15 @@ def test_scored_spans_spell_the_students_bytes_and_align(
         source = trajectory.spans[span.span_index]
         data = STUDENT.byte_table.join(trajectory.token_ids[source.start : source.end])
         here = rendering.token_ids[span.start : span.end]
-        assert TEACHER.byte_table.join(here) == data
+        reader = STUDENT if mode is verbatim else TEACHER
+        assert reader.byte_table.join(here) == data
         assert len(here) == len(span.byte_ends)
         assert len(span.student_byte_ends) == source.end - source.start
         align(span.student_byte_ends, span.byte_ends)  # raises where they end apart
         assert span.start > 0
     assert all(a.end <= b.start for a, b in pairwise(rendering.spans))
+    keys = {span.segment_key for span in trajectory.spans} | {"system:0"}
+    assert {segment.key for segment in rendering.segments} <= keys
+    edges = [edge for segment in rendering.segments for edge in (segment.start, segment.end)]
+    assert edges[1:-1:2] == edges[2::2]
+    assert (edges[0], edges[-1]) == (0, len(rendering.token_ids))

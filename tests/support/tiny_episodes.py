@@ -1,0 +1,108 @@
+"""Episodes over tokenizers small enough to reason about, as a policy would have left them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+
+from miniverl_dist.ports import ChatFormat
+from miniverl_dist.schemas.messages import Message, ToolSchema
+from miniverl_dist.schemas.trajectory import (
+    SamplingRecord,
+    Span,
+    SpanKind,
+    Termination,
+    Trajectory,
+    mask_from_spans,
+)
+from rollout_server.chat_format import Qwen36ChatFormat
+from rollout_server.policies import Turn
+from rollout_server.transcript import Transcript
+from teacher_server.rendering import DeepSeekV4ChatFormat, TeacherRendering
+from tests.reference.tiny_tokenizer import deepseek_like, qwen_like
+
+pytest.importorskip("tokenizers")
+
+STUDENT = qwen_like("Hello", " Pan", "tom")
+TEACHER = deepseek_like("Hel", "lo", " Pantom", "Yes")
+CHAT = Qwen36ChatFormat(STUDENT)
+TEACHER_CHAT: ChatFormat = DeepSeekV4ChatFormat(TEACHER)
+END, OTHER = CHAT.turn_end_id, STUDENT.special_id("<|endoftext|>")
+BOS, EOS, USER, ASSISTANT = (
+    TEACHER.special_id(f"<｜{name}｜>")
+    for name in ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")
+)
+Step = tuple[Literal["user", "tool", "written", "sampled", "cut"], Any]
+
+
+def play(*steps: Step, tools: Sequence[ToolSchema] = ()) -> Trajectory:
+    """An episode: texts of user, tool (a list) and written turns; ids of sampled and cut ones."""
+    transcript = Transcript(CHAT, tools)
+    for kind, content in steps:
+        if kind in ("sampled", "cut"):
+            transcript.open_assistant()
+            finish: Literal["length", "turn_end"] = "length" if kind == "cut" else "turn_end"
+            turn = Turn(tuple(content), (-1.0,) * len(content), (0,), finish)
+            text = STUDENT.decode(content)
+            transcript.add_turn(turn, SpanKind.ASSISTANT_TEXT, text, [])
+        elif kind == "tool":
+            results = [Message(role="tool", content=text) for text in content]
+            transcript.add_tool_results(results)
+        else:
+            role: Literal["user", "assistant"] = "user" if kind == "user" else "assistant"
+            transcript.add_messages([Message(role=role, content=content)])
+    spans, ids = tuple(transcript.spans), tuple(transcript.token_ids)
+    return record(ids, spans, tuple(transcript.messages), list(transcript.rollout_logprobs))
+
+
+def record(
+    ids: tuple[int, ...],
+    spans: tuple[Span, ...],
+    messages: tuple[Message, ...],
+    logprobs: list[float],
+) -> Trajectory:
+    return Trajectory(
+        trajectory_id="t",
+        group_id="g",
+        task_id="task",
+        environment="none",
+        prefix_calls=0,
+        tail_calls=1,
+        tokenizer_fingerprint=STUDENT.fingerprint,
+        token_ids=ids,
+        spans=spans,
+        loss_mask=tuple(mask_from_spans(spans, len(ids))),
+        rollout_logprobs=logprobs,  # type: ignore[arg-type]
+        messages=messages,
+        tool_calls=(),
+        exec_successes=(),
+        reward=0.0,
+        reward_parts={},
+        passed=False,
+        verdict={},
+        termination=Termination.FINAL_ANSWER,
+        sampling=SamplingRecord(temperature=1.0, max_new_tokens=8),
+        seed=0,
+    )
+
+
+def scored(rendering: TeacherRendering, index: int = 0) -> list[int]:
+    span = rendering.spans[index]
+    return list(rendering.token_ids[span.start : span.end])
+
+
+def pieces(ids: Sequence[int]) -> list[bytes]:
+    return [TEACHER.byte_table.pieces[i] for i in ids]
+
+
+def shown(ids: Sequence[int]) -> str:
+    """The teacher's ids as text, control tokens as letters."""
+    marks = {BOS: "[B]", EOS: "[E]", USER: "[U]", ASSISTANT: "[A]"}
+    data = b"".join(marks[i].encode() if i in marks else pieces([i])[0] for i in ids)
+    return data.decode("utf-8", "replace")
+
+
+def encode(text: str) -> list[int]:
+    return STUDENT.encode(text)
