@@ -51,7 +51,11 @@ class ToyDecoder:
         # Gathered keys or values of one block; fresh memory for each gather would cost more time
         # than the gather itself.
         self._gathered = torch.empty(self.num_rows, config.num_heads, BLOCK, head_size)
-        self._offsets = torch.arange(num_blocks * BLOCK).view(num_blocks, 1, 1, BLOCK)
+        # [blocks, positions, 1, BLOCK]: added, not filled in, since x + 0 is x to the bit.
+        offsets = torch.arange(num_blocks * BLOCK)
+        later = offsets.view(num_blocks, 1, 1, BLOCK) > offsets.view(-1, 1, 1)
+        self._bias = torch.zeros(later.shape).masked_fill_(later, -torch.inf)
+        self._head_offsets = np.arange(config.num_heads) * BLOCK
 
     def flush(self) -> None:
         """Forget all keys and values (zeroed: a leftover NaN would survive the mask)."""
@@ -89,15 +93,14 @@ class ToyDecoder:
             gathered = self._padded(rows, slots, self.num_rows)
         write_slots = self._padded(rows, slots, self.num_rows)
         at = self._padded(rows, positions, 0)
-        num_blocks = int(at.max()) // BLOCK + 1
-        later = self._offsets[:num_blocks] > at.view(-1, 1, 1)
-        # Added, not filled in: the sum runs vectorised over heads, and x + 0 is x to the bit.
-        bias = torch.zeros(later.shape).masked_fill_(later, -torch.inf)
-        where = (at // BLOCK, write_slots, slice(None), at % BLOCK)
+        num_blocks = int(positions.max(initial=0)) // BLOCK + 1
+        bias = self._bias[:num_blocks].index_select(1, at)
+        where = self._places(write_slots.numpy(), at.numpy())
+        size = self._keys.shape[-1]
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self._keys[layer][where] = k
-            self._values[layer][where] = v
+            for cache, new in ((self._keys, k), (self._values, v)):
+                cache[layer].view(-1, size).index_copy_(0, where, new.reshape(-1, size))
             return self._attend_blocks(layer, q, gathered, bias)
 
         hidden = self.model.run(self._padded(rows, tokens, 0), at, attend)
@@ -105,6 +108,13 @@ class ToyDecoder:
             return None
         logits: NDArray[np.float32] = F.linear(hidden, self.model.head).numpy()
         return logits[rows]
+
+    def _places(self, slots: IntArray, positions: IntArray) -> torch.Tensor:
+        """[R * h] where each row's heads go in a layer's cache, counted in keys."""
+        num_slots, heads = self._keys.shape[2:4]
+        block, offset = np.divmod(positions, BLOCK)
+        first = (block * num_slots + slots) * (heads * BLOCK) + offset
+        return torch.from_numpy((first[:, None] + self._head_offsets).reshape(-1))
 
     def _padded(self, rows: IntArray, values: IntArray, filler: int) -> torch.Tensor:
         padded = np.full(self.num_rows, filler, dtype=np.int64)
@@ -127,19 +137,20 @@ class ToyDecoder:
         """
         rows, heads, size = q.shape
         query = (q * size**-0.5).reshape(rows * heads, 1, size)
-        scores = []
-        for block, block_bias in enumerate(bias):
+        scores = torch.empty(len(bias), rows, heads, BLOCK)
+        for block in range(len(bias)):
             keys = self._of_rows(self._keys[layer, block], slots)
-            found = torch.bmm(query, keys.transpose(1, 2)).view(rows, heads, BLOCK)
-            scores.append(found.add_(block_bias))
-        peak = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
-        total = torch.zeros(rows, heads, 1)
-        mixed = torch.zeros(rows, heads, size)
-        for block, found in enumerate(scores):
-            weights = (found - peak).exp_()
-            total += weights.sum(-1, keepdim=True)
+            torch.bmm(query, keys.transpose(1, 2), out=scores[block].view(-1, 1, BLOCK))
+        scores += bias
+        peak = scores.amax((0, -1)).unsqueeze(-1)
+        weights = scores.sub_(peak).exp_()
+        sums = weights.sum(-1, keepdim=True)
+        total, mixed = torch.zeros(rows, heads, 1), torch.zeros(rows, heads, size)
+        # One after the other: a block of zeros more must not change the order of the sums.
+        for block, of_block in enumerate(weights):
+            total += sums[block]
             values = self._of_rows(self._values[layer, block], slots)
-            mixed += torch.bmm(weights.view(rows * heads, 1, BLOCK), values).view(q.shape)
+            mixed += torch.bmm(of_block.view(rows * heads, 1, BLOCK), values).view(q.shape)
         return mixed / total
 
     def _of_rows(self, cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,78 @@
+"""What a finished run of a benchmark has come to, read from its run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from miniverl_dist.config.yaml_text import parse_yaml
+from miniverl_dist.errors import RecordError
+from miniverl_dist.lab.arms import Measured
+from miniverl_dist.observability.run_dir import CONFIG_RESOLVED, MANIFEST, RecordFile, RunDirectory
+from miniverl_dist.schemas.evaluation import EvaluationRow
+from miniverl_dist.training.evaluator import read_evaluation
+
+_STARTS = ("warm", "before")
+"""Tags of the student's row before training, the later one first."""
+
+
+def measure(run_dir: Path, *, is_start: bool = False) -> Measured:
+    """Read a finished run.
+
+    Args:
+        run_dir: Of the run.
+        is_start: The run is a cold start, which may leave the evaluation to what comes after its
+            warm-up: its last row counts.
+
+    Raises:
+        RecordError: a record is damaged, or the trained student was not evaluated.
+    """
+    run = RunDirectory.open(run_dir)
+    rows = _student_rows(run)
+    tag = next((t for t in ("after", *_STARTS) if t in rows), "after") if is_start else "after"
+    if tag not in rows:
+        raise RecordError(
+            f"{run_dir.name}: eval.json has no row of the trained student: the evaluation failed "
+            "(see events.jsonl), or `evaluation.after` is off"
+        )
+    after, start = rows[tag], next((rows[t] for t in _STARTS if t in rows), None)
+    steps = run.read_jsonl(RecordFile.METRICS)
+
+    def total(name: str) -> int:
+        return int(sum(step.get(name) or 0 for step in steps))
+
+    return Measured(
+        pass_rate_start=None if start is None else start.pass_rate,
+        reward_start=None if start is None else start.reward_mean,
+        pass_rate=after.pass_rate,
+        reward=after.reward_mean,
+        num_eval_episodes=after.num_episodes,
+        sampled_groups=total("num_groups"),
+        sampled_episodes=total("num_trajectories"),
+        zero_variance=_zero_variance(run),
+        zero_variance_groups=total("num_zero_variance_groups"),
+        refilled_groups=total("num_refilled_groups"),
+        sampled_tokens=total("rollout_tokens"),
+        optimizer_steps=total("num_optimizer_steps"),
+        teacher_scored_tokens=_teacher_scored_tokens(run),
+        start_sha256=(run.read_json(MANIFEST).get("warm_start") or {}).get("weights_sha256"),
+    )
+
+
+def _zero_variance(run: RunDirectory) -> str:
+    """As the run was started; read without the checks that a later version may make."""
+    resolved = parse_yaml(run.read_bytes(CONFIG_RESOLVED), CONFIG_RESOLVED).data
+    return str(resolved["grpo"]["zero_variance"])
+
+
+def _student_rows(run: RunDirectory) -> dict[str, EvaluationRow]:
+    report = read_evaluation(run)
+    return {row.tag: row for row in (report.rows if report else ()) if row.policy == "student"}
+
+
+def _teacher_scored_tokens(run: RunDirectory) -> int:
+    """The teacher's tokens in the trained trajectories' scores."""
+    count = 0
+    for line in run.iter_jsonl(RecordFile.TRAJECTORIES):
+        spans = (line.get("teacher") or {}).get("spans") or ()
+        count += sum(len(span["logprobs"]) for span in spans)
+    return count

@@ -1,0 +1,129 @@
+"""A benchmark as Markdown: what was measured, what differs, what could not be made equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from miniverl_dist.lab.arms import (
+    COLD_START,
+    BenchmarkReport,
+    Difference,
+    Interval,
+    Measured,
+    RunOutcome,
+)
+
+NO_CLAIM = "no significance claimed: one seed"
+QUANTITIES = {
+    "sampled groups": "sampled_groups",
+    "sampled tokens": "sampled_tokens",
+    "optimizer steps": "optimizer_steps",
+    "teacher-scored tokens": "teacher_scored_tokens",
+    "groups without variance": "zero_variance_groups",
+    "refilled groups": "refilled_groups",
+}
+"""Column -> field of `Measured`; a mean over seeds is shown."""
+
+
+def markdown(report: BenchmarkReport) -> str:
+    """All tables of a benchmark."""
+    parts = [f"# {report.name}", arms_table(report), differences_table(report)]
+    parts += [quantities_table(report), *_failures(report.outcomes)]
+    return "\n\n".join(parts) + "\n"
+
+
+def arms_table(report: BenchmarkReport) -> str:
+    """Per arm: pass rate and reward of the trained student."""
+    rows = []
+    has_start = report.pass_rates[COLD_START] is not None
+    for arm in (*([COLD_START] * has_start), *report.arms):
+        starts = [m.pass_rate_start for m in _measured(report, arm)]
+        known = [value for value in starts if value is not None]
+        rows.append(
+            [
+                arm,
+                str(len(starts)),
+                f"{fmean(known):.3f}" if known else "",
+                shown(report.pass_rates[arm]),
+                shown(report.rewards[arm]),
+            ]
+        )
+    head = ["arm", "seeds", "pass at start", "pass", "reward"]
+    return markdown_table(head, rows) + (
+        "\n\nMeans over seeds with 95 % t intervals; every seed's episodes count as one number."
+    )
+
+
+def differences_table(report: BenchmarkReport) -> str:
+    """Paired differences, and what may be said of each."""
+    rows = [
+        [
+            f"{d.arm} - {d.against}",
+            str(d.pass_rate.num_seeds),
+            shown(d.pass_rate, signed=True),
+            shown(d.reward, signed=True),
+            verdict(d),
+        ]
+        for d in (*report.differences, *report.gains)
+    ]
+    if not rows:
+        return "No two arms have finished a seed yet: no differences."
+    return markdown_table(["difference", "seeds", "pass", "reward", "verdict"], rows)
+
+
+def verdict(difference: Difference) -> str:
+    """What a difference shows."""
+    if difference.problems:
+        return "not comparable: " + "; ".join(difference.problems)
+    if difference.pass_rate.num_seeds < 2:
+        return NO_CLAIM
+    if not difference.is_clear:
+        return "not shown: the interval holds 0"
+    return "higher" if difference.pass_rate.mean > 0 else "lower"
+
+
+def quantities_table(report: BenchmarkReport) -> str:
+    """What an arm used; equal or not, it is measured."""
+    rows = []
+    for arm in report.arms:
+        found = _measured(report, arm)
+        if not found:
+            rows.append([arm, *[""] * (len(QUANTITIES) + 2)])
+            continue
+        cells = [f"{fmean(getattr(m, name) for m in found):,.0f}" for name in QUANTITIES.values()]
+        cpu = [o.cpu_seconds for o in report.outcomes if o.run.arm == arm and o.measured]
+        policies = sorted({m.zero_variance for m in found})
+        rows.append([arm, *cells, ", ".join(policies), f"{fmean(cpu):.0f}"])
+    cold = [o.cpu_seconds for o in report.outcomes if o.run.arm == COLD_START and o.measured]
+    note = (
+        f"\n\nCold start: {fmean(cold):.0f} CPU seconds a seed, shared by its arms." if cold else ""
+    )
+    return markdown_table(["arm", *QUANTITIES, "zero_variance", "CPU s"], rows) + note
+
+
+def shown(interval: Interval | None, *, signed: bool = False) -> str:
+    """``0.123 [0.100, 0.146]``; only the mean where there is one seed."""
+    if interval is None:
+        return "not run"
+    form = "+.3f" if signed else ".3f"
+    if interval.low is None or interval.high is None:
+        return f"{interval.mean:{form}}"
+    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+
+def _measured(report: BenchmarkReport, arm: str) -> list[Measured]:
+    return [o.measured for o in report.outcomes if o.run.arm == arm and o.measured is not None]
+
+
+def _failures(outcomes: Iterable[RunOutcome]) -> list[str]:
+    failed = [o for o in outcomes if o.status == "failed"]
+    return [
+        "\n".join(["Failed runs:", "", *(f"* {o.run.name}: {o.reason}" for o in failed)])
+    ] * bool(failed)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that hold no bar."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,329 @@
+"""Comparison of arms: intervals, pairs, what must be equal, and what the table claims."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miniverl_dist.config.arms import (
+    BenchmarkConfig,
+    load_benchmark,
+    override_texts,
+)
+from miniverl_dist.config.load import load_config
+from miniverl_dist.config.yaml_text import parse_yaml
+from miniverl_dist.errors import ConfigError
+from miniverl_dist.lab.arms import (
+    COLD_START,
+    BenchmarkReport,
+    Measured,
+    PlannedRun,
+    RunOutcome,
+    check_matched,
+    mean_interval,
+    paired_difference,
+    planned,
+    summarise,
+    t_probability,
+    t_quantile,
+)
+from miniverl_dist.lab.arms_table import NO_CLAIM, markdown, verdict
+
+RECIPE = Path(__file__).resolve().parents[3] / "fixtures" / "tiny_bfcl.yaml"
+PLANS = Path(__file__).resolve().parents[4] / "configs" / "benchmarks"
+BASE = Measured(
+    pass_rate_start=0.3,
+    reward_start=0.4,
+    pass_rate=0.5,
+    reward=0.6,
+    num_eval_episodes=208,
+    sampled_groups=192,
+    sampled_episodes=1536,
+    zero_variance="keep",
+    zero_variance_groups=7,
+    refilled_groups=0,
+    sampled_tokens=40_000,
+    optimizer_steps=96,
+    teacher_scored_tokens=0,
+    start_sha256="a",
+)
+
+
+def plan(**fields: object) -> BenchmarkConfig:
+    made: dict[str, object] = {
+        "kind": "benchmark",
+        "name": "b",
+        "base": Path("base.yaml"),
+        "cold_start": {},
+        "arms": {"grpo": {}, "mixed": {}},
+        "reference": "grpo",
+        "seeds": (4, 9),
+    }
+    return BenchmarkConfig.model_validate(made | fields)
+
+
+def finished(arm: str, seed: int, **fields: object) -> RunOutcome:
+    return RunOutcome(
+        run=PlannedRun(arm=arm, seed=seed),
+        status="finished",
+        cpu_seconds=10.0,
+        measured=BASE.model_copy(update=fields),
+    )
+
+
+def two_arms(*pass_rates: tuple[float, float]) -> BenchmarkReport:
+    outcomes = [
+        finished(arm, seed, pass_rate=rate)
+        for seed, pair in zip((4, 9), pass_rates, strict=False)
+        for arm, rate in zip(("grpo", "mixed"), pair, strict=True)
+    ]
+    return summarise(plan(), "0" * 64, outcomes)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"), [(1, 12.7062), (2, 4.3027), (4, 2.7764), (9, 2.2622), (30, 2.0423)]
+)
+def test_quantiles_are_those_of_the_tables(degrees: int, expected: float) -> None:
+    assert t_quantile(0.975, degrees) == pytest.approx(expected, abs=5e-5)
+
+
+@settings(deadline=None)
+@given(st.floats(0, 20), st.integers(1, 40))
+def test_probability_is_the_integral_of_the_density(value: float, degrees: int) -> None:
+    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    grid = np.linspace(0, value, 4001)
+    density = (1 + grid**2 / degrees) ** (-(degrees + 1) / 2)
+    area = np.trapezoid(density, grid) * math.exp(log_scale) / math.sqrt(degrees * math.pi)
+    assert t_probability(value, degrees) == pytest.approx(0.5 + area, abs=1e-5)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    draws = np.random.default_rng(0).normal(0.3, 0.1, (2000, 5))
+    found = [mean_interval(row.tolist()) for row in draws]
+    hits = [i is not None and i.low is not None and i.low <= 0.3 <= (i.high or 0) for i in found]
+    assert 0.935 < np.mean(hits) < 0.965
+
+
+def test_one_seed_has_a_mean_and_no_interval_and_no_seed_has_nothing() -> None:
+    one = mean_interval([0.25])
+    assert one is not None
+    assert (one.mean, one.low, one.high) == (0.25, None, None)
+    assert mean_interval([]) is None
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=8), st.floats(-0.5, 0.5))
+def test_pairing_takes_out_what_the_seeds_share(shared: list[float], shift: float) -> None:
+    ours = {s: BASE.model_copy(update={"pass_rate": v + shift}) for s, v in enumerate(shared)}
+    theirs = {s: BASE.model_copy(update={"pass_rate": v}) for s, v in enumerate(shared)}
+    found = paired_difference("a", ours, "b", theirs)
+    assert found is not None
+    assert found.pass_rate.mean == pytest.approx(shift, abs=1e-9)
+    assert found.pass_rate.low == pytest.approx(shift, abs=1e-9)
+    assert found.pass_rate.high == pytest.approx(shift, abs=1e-9)
+
+
+def test_only_seeds_that_both_have_finished_are_compared() -> None:
+    ours = {1: BASE, 2: BASE.model_copy(update={"pass_rate": 0.9})}
+    found = paired_difference("a", ours, "b", {2: BASE, 3: BASE})
+    assert found is not None
+    assert found.pass_rate.num_seeds == 1
+    assert found.pass_rate.mean == pytest.approx(0.4)
+    assert paired_difference("a", {1: BASE}, "b", {2: BASE}) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("sampled_episodes", 1535), ("zero_variance", "drop"), ("start_sha256", "b")],
+)
+def test_what_was_not_equal_makes_a_difference_worthless(field: str, value: object) -> None:
+    outcomes = [
+        finished("grpo", 4, pass_rate=0.1),
+        finished("grpo", 9, pass_rate=0.1),
+        finished("mixed", 4, pass_rate=0.8),
+        finished("mixed", 9, **{"pass_rate": 0.9, field: value}),
+    ]
+    (found,) = summarise(plan(), "", outcomes).differences
+    assert not found.is_clear
+    assert f"seed 9: {field}" in verdict(found)
+
+
+def test_verdicts_follow_the_interval() -> None:
+    clear, open_, lower = (
+        two_arms(*rates).differences[0]
+        for rates in (
+            ((0.5, 0.8), (0.5, 0.81)),
+            ((0.5, 0.8), (0.5, 0.4)),
+            ((0.8, 0.5), (0.81, 0.5)),
+        )
+    )
+    assert [verdict(d) for d in (clear, open_, lower)] == [
+        "higher",
+        "not shown: the interval holds 0",
+        "lower",
+    ]
+
+
+def test_one_seed_claims_nothing() -> None:
+    report = two_arms((0.1, 0.9))
+    assert verdict(report.differences[0]) == NO_CLAIM
+    assert NO_CLAIM in markdown(report)
+
+
+def test_the_table_shows_what_failed_and_what_was_not_run() -> None:
+    failed = RunOutcome(
+        run=PlannedRun(arm="mixed", seed=4), status="failed", reason="exit status 2: no memory"
+    )
+    report = summarise(plan(), "", [finished("grpo", 4), failed])
+    text = markdown(report)
+    assert "* mixed-seed-4: exit status 2: no memory" in text
+    assert "| mixed | 0 |  | not run | not run |" in text
+    assert report.differences == ()
+
+
+def test_gains_are_over_the_cold_start_of_the_same_seed() -> None:
+    outcomes = [
+        finished(COLD_START, 4, pass_rate=0.2, sampled_episodes=1),
+        finished("grpo", 4, pass_rate=0.7),
+    ]
+    (gain,) = summarise(plan(), "", outcomes).gains
+    assert (gain.arm, gain.against) == ("grpo", COLD_START)
+    assert gain.pass_rate.mean == pytest.approx(0.5)
+    assert gain.problems == ()
+
+
+def test_cold_starts_come_first_then_each_arm_over_all_seeds() -> None:
+    assert [run.name for run in planned(plan())] == [
+        "cold-start-seed-4",
+        "cold-start-seed-9",
+        "grpo-seed-4",
+        "grpo-seed-9",
+        "mixed-seed-4",
+        "mixed-seed-9",
+    ]
+    assert next(planned(plan(cold_start=None))).arm == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("grpo.zero_variance=drop", "zero_variance"),
+        ("loop.group_size=2", "sampled_episodes"),
+        ("loop.num_steps=2", "sampled_episodes"),
+    ],
+)
+def test_arms_that_differ_in_what_must_be_equal_are_refused(change: str, named: str) -> None:
+    base = load_config(RECIPE, ["objective=grpo", "opd=null"]).config
+    other = load_config(RECIPE, ["objective=grpo", "opd=null", change]).config
+    check_matched(plan(), {"grpo": base, "mixed": base})
+    with pytest.raises(ConfigError, match=f"arm mixed has {named}"):
+        check_matched(plan(), {"grpo": base, "mixed": other})
+    if named == "sampled_episodes":
+        check_matched(plan(tolerate_unequal_samples=True), {"grpo": base, "mixed": other})
+
+
+def test_equal_episodes_in_other_groups_are_equal_samples() -> None:
+    base, regrouped = (
+        load_config(RECIPE, [f"loop.num_groups={groups}", f"loop.group_size={size}"]).config
+        for groups, size in ((2, 6), (4, 3))
+    )
+    check_matched(plan(), {"grpo": base, "mixed": regrouped})
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.text(max_size=8)
+    | st.floats(allow_nan=False, allow_infinity=False, width=32),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("abc_", min_size=1, max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text("abc_", min_size=1, max_size=4), JSON, max_size=3))
+def test_overrides_read_back_as_they_were_written(overrides: dict[str, object]) -> None:
+    found = {}
+    for text in override_texts(overrides):  # type: ignore[arg-type]
+        key, _, value = text.partition("=")
+        found[key] = parse_yaml(value, "override").data
+    assert found == overrides
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_plan_names_its_base_relative_to_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "plans"
+    folder.mkdir()
+    loaded = load_benchmark(
+        write(
+            folder,
+            "kind: benchmark\nname: b\nbase: ../r.yaml\nreference: a\nseeds: [1]\narms: {a: {}}\n",
+        )
+    )
+    assert loaded.base == tmp_path / "r.yaml"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("reference: c\nseeds: [1]", "there is no arm 'c', only a, b"),
+        ("reference: a\nseeds: [1, 1]", "repeat one"),
+        ("reference: a\nseeds: []", "seeds"),
+        ("reference: a\nseeds: [1]\nmax_processes: 0", "max_processes"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(
+    tmp_path: Path, lines: str, message: str
+) -> None:
+    path = write(
+        tmp_path, f"kind: benchmark\nname: n\nbase: r.yaml\narms: {{a: {{}}, b: {{}}}}\n{lines}\n"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_benchmark(path)
+
+
+def test_a_recipe_is_no_plan() -> None:
+    with pytest.raises(ConfigError, match="expected a benchmark"):
+        load_benchmark(RECIPE)
+
+
+def test_the_digest_of_a_plan_does_not_depend_on_how_it_is_run(tmp_path: Path) -> None:
+    text = "kind: benchmark\nname: b\nbase: r.yaml\nreference: a\narms: {a: {}}\n"
+    one, two, other = (
+        load_benchmark(write(tmp_path, text + more)).digest
+        for more in ("seeds: [1]\n", "seeds: [1]\nmax_processes: 3\n", "seeds: [2]\n")
+    )
+    assert one == two != other
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_plan_of_the_repository_holds_what_it_promises(path: Path) -> None:
+    loaded = load_benchmark(path)
+    plan_ = loaded.config
+    recipes = {name: loaded.recipe(arm.overrides).config for name, arm in plan_.arms.items()}
+    check_matched(plan_, recipes)
+    loops = [recipe.loop for recipe in recipes.values()]
+    assert len({loop.num_steps * loop.num_groups * loop.group_size for loop in loops}) == 1
+    assert len(plan_.seeds) >= 5
+    assert not {0, 1, 2} & set(plan_.seeds)
+    for name, recipe in recipes.items():
+        assert recipe.objective == name.partition("-")[0]
+        assert (recipe.loop.group_size == 4) == name.endswith("g4")
+        if recipe.opd is not None:
+            assert recipe.opd.lookahead == (0 if name.endswith("lookahead-0") else 1)
+    assert plan_.cold_start is not None
+    assert loaded.recipe(plan_.cold_start.overrides).config.student.warmup is not None
