@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,15 +10,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from actors.hf_files import base_sha256, prepare_hf_student, require_same_base
+from actors.memory_estimate import hf_student_bytes
 from actors.preflight import require_rows
 from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE
+from actors.warm_start import taken_over_weights
 from miniverl_dist.backends.base import StudentBackend
+from miniverl_dist.backends.distilled import RowLoss
 from miniverl_dist.backends.megatron.architecture import read_architecture
 from miniverl_dist.backends.megatron.quiet import quiet_megatron
 from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.backends.toy import ToyBackend
 from miniverl_dist.backends.vocabulary import AnyVocabulary, FullVocabulary, Vocabulary
-from miniverl_dist.backends.weights_io import TokenizerIdentity, load_toy_folder
+from miniverl_dist.backends.weights_io import (
+    TokenizerIdentity,
+    load_toy_folder,
+    parameter_shapes,
+)
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import (
     HFEngineConfig,
@@ -25,8 +34,14 @@ from miniverl_dist.config.recipe import (
     OptimConfig,
     SGLangEngineConfig,
 )
-from miniverl_dist.config.roles import MegatronModelConfig, SftConfig, ToyModelConfig
-from miniverl_dist.errors import TokenizerError
+from miniverl_dist.config.roles import (
+    HFStudentConfig,
+    MegatronModelConfig,
+    SftConfig,
+    ToyModelConfig,
+)
+from miniverl_dist.errors import ConfigError, TokenizerError
+from miniverl_dist.lab.memory import BYTES_PER_FROZEN_PARAMETER, BYTES_PER_TRAINED_PARAMETER
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.weights import weights_checksum
@@ -49,27 +64,31 @@ def set_num_threads(config: RunConfig) -> None:
 
 
 def build_student(
-    config: RunConfig, tokenizer: TokenizerLike, run_dir: Path, address: RankAddress
+    config: RunConfig,
+    tokenizer: TokenizerLike,
+    run_dir: Path,
+    address: RankAddress,
+    *,
+    rows: RowLoss | None = None,
 ) -> StudentBackend:
     """One rank of the student with its initial weights.
+
+    Args:
+        config: Of the run.
+        tokenizer: The student's, or what the run declared of it.
+        run_dir: Where its folder lies.
+        address: Where the ranks meet.
+        rows: How whole distributions are compared, under an objective that does.
 
     Raises:
         MissingDependencyError: megatron-core is not installed.
         CheckpointError: the initial weights are damaged or of another architecture.
     """
     model = config.student.model
-    identity = TokenizerIdentity(tokenizer.name, tokenizer.fingerprint)
-    seed = derive_seed(config.seed, "init", "student")
     if isinstance(model, ToyModelConfig):
-        return ToyBackend(
-            model,
-            _declared(tokenizer).ids,
-            identity,
-            loss=config.loss,
-            optim=config.optim,
-            num_steps=config.loop.num_steps,
-            seed=seed,
-        )
+        return _toy_student(config, model, _declared(tokenizer), run_dir, rows)
+    if isinstance(model, HFStudentConfig):
+        return _hf_student(config, model, tokenizer, run_dir, rows)
     quiet_megatron()
     from miniverl_dist.backends.megatron.backend import MegatronBackend
 
@@ -78,14 +97,63 @@ def build_student(
         model,
         read_architecture(folder / "config.json"),
         model.weights or folder,
-        identity,
+        TokenizerIdentity(tokenizer.name, tokenizer.fingerprint),
         student_vocabulary(model, tokenizer, folder),
         loss=config.loss,
         optim=config.optim,
         num_steps=config.loop.num_steps,
-        seed=seed,
+        seed=_student_seed(config),
         address=address,
         timeout_s=config.deadlines.update_s,
+    )
+
+
+def _student_seed(config: RunConfig) -> int:
+    return derive_seed(config.seed, "init", "student")
+
+
+def _toy_student(
+    config: RunConfig,
+    model: ToyModelConfig,
+    tokenizer: SubVocabulary,
+    run_dir: Path,
+    rows: RowLoss | None,
+) -> StudentBackend:
+    toy = ToyBackend(
+        model,
+        tokenizer.ids,
+        TokenizerIdentity(tokenizer.name, tokenizer.fingerprint),
+        loss=config.loss,
+        optim=config.optim,
+        num_steps=config.loop.num_steps,
+        seed=_student_seed(config),
+        rows=rows,
+    )
+    if (start := taken_over_weights(run_dir)) is not None:
+        toy.load_weights(start.weights)
+    return toy
+
+
+def _hf_student(
+    config: RunConfig,
+    model: HFStudentConfig,
+    tokenizer: TokenizerLike,
+    run_dir: Path,
+    rows: RowLoss | None,
+) -> StudentBackend:
+    from miniverl_dist.backends.hf import HFBackend
+
+    _verified_student(run_dir)
+    return HFBackend(
+        model,
+        tokenizer.vocab_size,
+        TokenizerIdentity(tokenizer.name, tokenizer.fingerprint),
+        loss=config.loss,
+        optim=config.optim,
+        num_steps=config.loop.num_steps,
+        seed=_student_seed(config),
+        base_sha256=base_sha256(run_dir),
+        rows=rows,
     )
 
 
@@ -104,6 +172,11 @@ def prepare_student(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path) 
         return
     if (run_dir / STUDENT_SEAL_FILE).exists():
         _verified_student(run_dir)
+        if isinstance(model, HFStudentConfig):
+            require_same_base(model, run_dir)
+        return
+    if isinstance(model, HFStudentConfig):
+        prepare_hf_student(model, run_dir)
         return
     quiet_megatron()
     from miniverl_dist.backends.megatron.weights import initial_weights, write_config
@@ -118,6 +191,28 @@ def prepare_student(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path) 
     else:
         write_config(architecture, folder)
     seal(folder, run_dir / STUDENT_SEAL_FILE)
+
+
+def student_head(
+    config: RunConfig, tokenizer: TokenizerLike, run_dir: Path
+) -> tuple[AnyVocabulary, int]:
+    """What the rows of the student's head stand for, and the bytes that it takes while it trains.
+
+    Raises:
+        ConfigError: a student that whole distributions cannot be compared with.
+    """
+    model = config.student.model
+    if isinstance(model, HFStudentConfig):
+        return FullVocabulary(tokenizer.vocab_size), hf_student_bytes(config, model)
+    if not isinstance(model, ToyModelConfig):
+        raise ConfigError(
+            f"student.model.kind {model.kind}: whole distributions need a toy or hf student"
+        )
+    vocabulary = Vocabulary(_declared(tokenizer).ids)
+    shapes = parameter_shapes(model, len(vocabulary)).values()
+    num_parameters = sum(math.prod(shape) for shape in shapes)
+    frozen = BYTES_PER_FROZEN_PARAMETER if config.loss.kl_coef > 0 else 0
+    return vocabulary, num_parameters * (BYTES_PER_TRAINED_PARAMETER + frozen)
 
 
 def student_vocabulary(
@@ -140,18 +235,35 @@ def build_engine(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path, nam
         return toy_engine(model, _declared(tokenizer), name)
     engine = config.rollout.engine or HFEngineConfig(kind="hf")
     folder = _verified_student(run_dir)
-    if isinstance(engine, SGLangEngineConfig):
+    if isinstance(model, MegatronModelConfig) and isinstance(engine, SGLangEngineConfig):
         return _sglang_engine(config, model, engine, tokenizer, run_dir, name)
+    if not isinstance(engine, HFEngineConfig):
+        raise ConfigError(f"rollout.engine: an hf student is not sampled by {engine.kind}")
     from rollout_server.engines.hf import HFEngine
 
+    device, vocabulary = "cpu", _engine_vocabulary(model, tokenizer, folder)
+    if isinstance(model, HFStudentConfig):
+        from miniverl_dist.backends.hf_model import device_of
+
+        device = str(device_of(model))
     return HFEngine(
         folder,
-        student_vocabulary(model, tokenizer, folder),
+        vocabulary,
         batch_slots=engine.batch_slots,
         max_context_tokens=model.max_context_tokens,
         dtype=model.dtype,
         name=name,
+        device=device,
     )
+
+
+def _engine_vocabulary(
+    model: HFStudentConfig | MegatronModelConfig, tokenizer: TokenizerLike, folder: Path
+) -> AnyVocabulary:
+    """Rows that the engine may sample: an hf student's softmax covers its tokenizer's ids only."""
+    if isinstance(model, HFStudentConfig):
+        return FullVocabulary(tokenizer.vocab_size)
+    return student_vocabulary(model, tokenizer, folder)
 
 
 def _sglang_engine(

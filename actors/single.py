@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.demonstrations import stored_episodes
+from actors.roles import role_graph
 from actors.sources import EvaluationSources, evaluation_player, training_player
 from actors.student_pool import InProcessStudentPool
 from actors.student_side import (
@@ -35,6 +37,7 @@ from actors.teacher_side import (
     teacher_scorer,
     teacher_tokenizer,
 )
+from actors.warm_start import take_over_student, take_over_teacher
 from miniverl_dist.alignment.spans import student_byte_ends
 from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.config.load import LoadedConfig
@@ -58,7 +61,9 @@ from rollout_server.engines.restarted import RestartableEngine, RestartedEngine
 from rollout_server.traces import TraceMaker
 
 if TYPE_CHECKING:
+    from actors.lab_builds import LabParts
     from rollout_server.engines.base import Engine
+    from rollout_server.episode import EpisodeWatcher
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class SingleActor:
         from actors.builds import prepare_student, set_num_threads
 
         set_num_threads(self._config)
+        take_over_student(self._config, self._run_dir)
         path = self._run_dir / STUDENT_VOCABULARY_FILE
         if has_declared_vocabulary(self._config) and not path.exists():
             self._recorder.progress.phase("declaring the student's vocabulary")
@@ -96,7 +102,9 @@ class SingleActor:
         prepare_student(self._config, self.tokenizer, self._run_dir)
         teacher = self._config.teacher if with_teacher else None
         is_fitted = (self._run_dir / TEACHER_SEAL_FILE).exists()  # written last
-        if teacher is not None and teacher.fit is not None and not is_fitted:
+        if teacher is None or teacher.fit is None or is_fitted:
+            return
+        if not take_over_teacher(self._config, teacher, self._run_dir):
             await self._fit_teacher(teacher.fit)
 
     async def _fit_teacher(self, fit: SftConfig) -> None:
@@ -135,8 +143,8 @@ class SingleActor:
     def byte_ends(self, span_token_ids: Sequence[int]) -> IntArray:
         """[S] byte ends of a sampled span; turn ends count where the teacher has them too."""
         teacher = self._config.teacher
-        is_native = teacher is not None and teacher.rendering == "native"
-        turn_end = self.side.chat.turn_end_id if is_native else None
+        has_turn_ends = teacher is not None and teacher.rendering != "raw"
+        turn_end = self.side.chat.turn_end_id if has_turn_ends else None
         return student_byte_ends(span_token_ids, self.tokenizer, turn_end)
 
     @asynccontextmanager
@@ -166,7 +174,9 @@ class SingleActor:
             )
             stack.push_async_callback(engine.close)
             await engine.start()
-            rank = build_student(config, self.tokenizer, self._run_dir, RankAddress())
+            lab = self._lab() if with_scorer else None
+            rows = None if lab is None else lab.rows
+            rank = build_student(config, self.tokenizer, self._run_dir, RankAddress(), rows=rows)
             stack.callback(rank.close)
             students = InProcessStudentPool(rank)
             teacher, prefixes = None, None
@@ -191,10 +201,46 @@ class SingleActor:
                 deadline_s=config.deadlines.publish_s,
                 on_quarantine=self._quarantined,
             )
-            player = training_player(config, self.side, engine, clock, watcher=prefixes)
-            ports = self._ports(students, weights, player, teacher)
+            ports = replace(
+                self._ports(students, weights, await self._player(engine, prefixes), teacher),
+                targets=None if lab is None else lab.targets,
+            )
             acting = evaluation_player(config, self.side, engine, clock)
             yield Parts(ports, self._evaluator(acting, tail_calls))
+
+    async def _player(self, engine: Engine, watcher: EpisodeWatcher | None) -> RolloutSource:
+        """Who plays what is trained on: the student, or nobody where episodes are stored."""
+        if self._config.demonstrations is None:
+            return training_player(self._config, self.side, engine, self._clock, watcher=watcher)
+        return await stored_episodes(
+            self._config, self._config.demonstrations, self.side, self._clock
+        )
+
+    def _lab(self) -> LabParts | None:
+        """Row loss and target source; None under an objective without whole distributions."""
+        if self._config.row_loss is None:
+            return None
+        from actors.builds import student_head
+        from actors.lab_builds import build_lab
+
+        def refused(trajectory_id: str, reason: str) -> None:
+            self._recorder.count("targets_refused")
+            self._recorder.event(Event.TARGETS_REFUSED, trajectory_id=trajectory_id, reason=reason)
+
+        vocabulary, student_bytes = student_head(self._config, self.tokenizer, self._run_dir)
+        lab = build_lab(
+            self._config,
+            self.side,
+            vocabulary,
+            self._run_dir,
+            student_bytes=student_bytes,
+            on_refused=refused,
+        )
+        if lab is not None and lab.memory is not None:
+            self._recorder.event(
+                Event.MEMORY_CHOSEN, strategy=lab.memory.strategy, reason=lab.memory.reason
+            )
+        return lab
 
     def _ports(
         self,
@@ -285,20 +331,22 @@ class SingleActor:
 
     def roles(self) -> dict[str, Any]:
         """Who plays which role, with tokenizers and restricted softmaxes; for the manifest."""
-        own = self.tokenizer
+        own, weights = self.tokenizer, role_graph(self._config).by_role
         student = _role(self._config.student.model.kind, own.name, own.fingerprint, own)
-        roles: dict[str, Any] = {"student": student}
-        if self._config.loss.kl_coef > 0:
-            roles["reference"] = roles["student"]
+        roles: dict[str, Any] = {"student": student | weights["actor"].model_dump()}
+        if "reference" in weights:
+            roles["reference"] = student | weights["reference"].model_dump()
         teacher = self._config.teacher
         if teacher is not None:
             tokenizer = teacher_tokenizer(teacher, self._run_dir)
             kind = teacher.model.kind if teacher.model is not None else "url"
-            roles["teacher"] = _role(kind, tokenizer.name, tokenizer.fingerprint, tokenizer)
+            role = _role(kind, tokenizer.name, tokenizer.fingerprint, tokenizer)
+            roles["teacher"] = role | weights["teacher"].model_dump()
         return roles
 
     async def _warmup_batches(self) -> Iterator[SftBatch] | None:
-        warmup = self._config.student.warmup
+        student = self._config.student
+        warmup = None if student.warm_start is not None else student.warmup
         if warmup is None or warmup.num_steps == 0:
             return None
         traces = await warmup_traces(

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from actors.teacher_side import TEACHER_FOLDER, TEACHER_SEAL_FILE
+from miniverl_dist.config.arms import BENCHMARK_KIND, load_benchmark
 from miniverl_dist.config.load import (
     config_kind,
     load_config,
     load_run_config,
     load_teacher_service,
 )
+from miniverl_dist.config.problems import explain_in_line
 from miniverl_dist.errors import ConfigError, RecordError
+from miniverl_dist.lab.arms import check_matched
+from miniverl_dist.lab.teacher_cache import TEACHER_CACHE, TeacherCache
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.metrics import metric_line
 from miniverl_dist.observability.run_dir import (
@@ -23,6 +29,7 @@ from miniverl_dist.observability.run_dir import (
     parse_json_line,
 )
 from miniverl_dist.reporting.run_data import parse_evaluation, parse_trajectory
+from miniverl_dist.schemas.token_analysis import TokenAnalysisLine
 from miniverl_dist.training import checkpoint
 from miniverl_dist.training.journal import Journal
 
@@ -42,6 +49,8 @@ def validate_path(path: Path) -> str:
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder")
     if path.suffix in _RECIPES:
+        if config_kind(path) == BENCHMARK_KIND:
+            return _benchmark(path)
         if config_kind(path) is not None:
             service = load_teacher_service(path)
             return f"teacher service {service.name}, kind {service.kind}"
@@ -59,6 +68,16 @@ def validate_path(path: Path) -> str:
     )
 
 
+def _benchmark(path: Path) -> str:
+    loaded = load_benchmark(path)
+    plan = loaded.config
+    recipes = {name: loaded.recipe(arm.overrides).config for name, arm in plan.arms.items()}
+    check_matched(plan, recipes)
+    if plan.cold_start is not None:
+        loaded.recipe(plan.cold_start.overrides)
+    return f"benchmark {plan.name}, {_counted(len(recipes), 'arm')}, {len(plan.seeds)} seeds"
+
+
 def _run(path: Path) -> str:
     run = RunDirectory.open(path)
     config = load_run_config(path)
@@ -68,12 +87,21 @@ def _run(path: Path) -> str:
     if (path / TEACHER_SEAL_FILE).exists():
         checkpoint.verify_seal(path / TEACHER_FOLDER, path / TEACHER_SEAL_FILE)
         found.append("the fitted teacher")
+    if (path / TEACHER_CACHE).exists():
+        found.append(_teacher_cache(path / TEACHER_CACHE))
     found.append(_counted(Journal(path / "journal").verify(), "journalled step"))
     checkpoint.newest_checkpoint(path / CHECKPOINTS)
     checkpoints = checkpoint.list_checkpoints(path / CHECKPOINTS)
     for folder in checkpoints:
         _checkpoint_of_run(folder, run, config.digest)
     return ", ".join([*found, _counted(len(checkpoints), "checkpoint")])
+
+
+def _teacher_cache(folder: Path) -> str:
+    cache = TeacherCache.read(folder)
+    if problems := cache.validate():
+        raise RecordError(f"{folder}: {problems[0]} ({len(problems)} problems in all)")
+    return f"teacher cache of {_counted(len(cache), 'entry')}"
 
 
 def _checkpoint(folder: Path) -> str:
@@ -123,6 +151,16 @@ def _metrics(line: bytes, where: str) -> None:
         raise RecordError(f"{where}: {error}") from None
 
 
+def _tokens(line: bytes, where: str) -> None:
+    parse_json_line(line, where)
+    try:
+        TokenAnalysisLine.model_validate_json(line, strict=False)
+    except ValidationError as error:
+        raise RecordError(f"{where}: {explain_in_line(error, TokenAnalysisLine)}") from None
+    except RecordError as error:
+        raise RecordError(f"{where}: {error}") from None
+
+
 def _event(line: bytes, where: str) -> None:
     found = parse_json_line(line, where).get("event")
     if found not in set(Event):
@@ -133,7 +171,7 @@ _CHECKS: dict[str, tuple[Callable[[bytes, str], object], str]] = {
     RecordFile.METRICS: (_metrics, "step"),
     RecordFile.EVENTS: (_event, "event"),
     RecordFile.EVAL_TRAJECTORIES: (_trajectory, "evaluation trajectory"),
-    RecordFile.TOKEN_ANALYSIS: (parse_json_line, "token record"),
+    RecordFile.TOKEN_ANALYSIS: (_tokens, "analysed trajectory"),
 }
 
 

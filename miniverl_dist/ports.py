@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from miniverl_dist.schemas.batch import FloatArray, SftBatch, TrainBatch, UpdateResult
 from miniverl_dist.schemas.messages import FrozenModel, Message, ToolSchema
+from miniverl_dist.schemas.targets import TrajectoryTargets
 from miniverl_dist.schemas.teacher import TeacherResult
 from miniverl_dist.schemas.trajectory import SpanKind, Trajectory
 from miniverl_dist.tokens.tokenizer import TokenizerLike
@@ -127,10 +128,15 @@ class TeacherScorer(Protocol):
 
 
 class TargetSource(Protocol):
-    """Full-distribution teacher targets for the divergence objectives of the lab."""
+    """Finds what trajectories are compared with where whole distributions count."""
 
-    async def targets(self, trajectory: Trajectory) -> Mapping[str, Any]:
-        """Targets of one trajectory."""
+    async def targets(self, trajectories: Sequence[Trajectory]) -> Mapping[str, TrajectoryTargets]:
+        """Targets by trajectory; one that the teacher cannot read is left out, and counted.
+
+        Raises:
+            StaleCacheError: stored targets are about something else.
+            TeacherError: the teacher cannot be loaded or asked.
+        """
 
 
 @dataclass(frozen=True)

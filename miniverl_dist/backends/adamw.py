@@ -100,7 +100,7 @@ class AdamW:
     def state(self) -> dict[str, NDArray[np.float32]]:
         """Copies of the moments, ``first.<name>`` and ``second.<name>``."""
         return {
-            f"{kind}.{name}": moment.numpy().copy()
+            f"{kind}.{name}": moment.cpu().numpy().copy()
             for kind, moments in (("first", self._first), ("second", self._second))
             for name, moment in moments.items()
         }

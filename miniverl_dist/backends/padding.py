@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miniverl_dist.schemas.batch import BoolArray, IntArray
+from miniverl_dist.errors import BatchError
+from miniverl_dist.schemas.batch import BoolArray, IntArray, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,24 @@ def cut_microbatches(
             cuts.append(_pad(sequence_starts, sequences[order[start:end]]))
             start = end
     return cuts
+
+
+def minibatches(batch: TrainBatch, max_padded_tokens: int) -> dict[int, list[Microbatch]]:
+    """Microbatches of each optimizer step; a step without a token to train on is left out.
+
+    Raises:
+        BatchError: no step has one.
+    """
+    useful = sequences_with_targets(batch.sequence_starts, batch.loss_mask)
+    steps = {}
+    for minibatch in np.unique(batch.minibatch_ids[useful]).tolist():
+        chosen = useful[batch.minibatch_ids[useful] == minibatch]
+        steps[minibatch] = cut_microbatches(batch.sequence_starts, chosen, max_padded_tokens)
+    if not steps:
+        raise BatchError(
+            f"none of the batch's {len(batch.group_ids)} sequences has a token to train on"
+        )
+    return steps
 
 
 def _pad(sequence_starts: IntArray, sequences: IntArray) -> Microbatch:

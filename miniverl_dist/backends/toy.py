@@ -8,15 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from miniverl_dist.backends.accumulated import (
     SUMS,
@@ -25,11 +23,14 @@ from miniverl_dist.backends.accumulated import (
     require_one_minibatch,
 )
 from miniverl_dist.backends.adamw import AdamW, learning_rate
+from miniverl_dist.backends.distilled import RowLoss, TwoStages
 from miniverl_dist.backends.padding import (
     Microbatch,
     cut_microbatches,
+    minibatches,
     sequences_with_targets,
 )
+from miniverl_dist.backends.policy_step import Scored, StepArrays, policy_term
 from miniverl_dist.backends.toy_model import ToyModel
 from miniverl_dist.backends.update_report import update_report
 from miniverl_dist.backends.weights_io import (
@@ -45,13 +46,12 @@ from miniverl_dist.backends.weights_io import (
 from miniverl_dist.config.recipe import LossConfig, OptimConfig
 from miniverl_dist.config.roles import ToyModelConfig
 from miniverl_dist.errors import BatchError, CheckpointError, TokenizerMismatchError, UpdateError
-from miniverl_dist.objective.logprobs import predictions, selected_logprobs_with_entropy
-from miniverl_dist.objective.policy_loss import (
-    Metrics,
-    merge_metrics,
-    policy_loss,
-    reference_kl_penalty,
+from miniverl_dist.objective.logprobs import (
+    Predictions,
+    predictions,
+    selected_logprobs_with_entropy,
 )
+from miniverl_dist.objective.policy_loss import Metrics, merge_metrics, reference_kl_penalty
 from miniverl_dist.objective.reduction import Denominators
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import (
@@ -71,37 +71,6 @@ TRAINER_FILE = "trainer.json"
 ARCHITECTURE_FIELDS = ("num_layers", "hidden_size", "num_heads", "ffn_size")
 
 
-class _Scored(NamedTuple):
-    """Predictions of one microbatch."""
-
-    packed: IntArray
-    """[M] place of each predicted token in the packed batch."""
-    sequences: Tensor
-    """[M] row of the microbatch that it belongs to."""
-    logprobs: Tensor
-    """[M] nats."""
-    entropy: Tensor
-    """[M] nats, detached."""
-
-    def take(self, array: FloatArray) -> Tensor:
-        """[M] what a packed array holds for these tokens."""
-        return torch.from_numpy(array[self.packed])
-
-
-@dataclass(frozen=True)
-class _Arrays:
-    """Packed arrays of one update; what is off the loss mask is NaN or 0 and never read."""
-
-    rows: IntArray
-    """[N] vocabulary rows."""
-    proximal: FloatArray
-    """[N] nats."""
-    reference: FloatArray | None
-    """[N] nats."""
-    advantages: FloatArray
-    """[N]."""
-
-
 class ToyBackend:
     """Trains a toy decoder; see ``backends.base.StudentBackend``.
 
@@ -113,6 +82,7 @@ class ToyBackend:
         optim: AdamW and its schedule.
         num_steps: Batches of the whole run, where the ``linear`` schedule ends.
         seed: Of the initial weights.
+        rows: How whole distributions are compared; None where no batch asks for it.
     """
 
     def __init__(
@@ -125,6 +95,7 @@ class ToyBackend:
         optim: OptimConfig,
         num_steps: int,
         seed: int = 0,
+        rows: RowLoss | None = None,
     ) -> None:
         self.model = ToyModel(config, vocabulary_ids, seed)
         self.policy_version = 0
@@ -134,6 +105,7 @@ class ToyBackend:
         self._loss = loss
         self._optim = optim
         self._num_steps = num_steps
+        self._row_loss, self._chunk_size = rows, loss.chunk_size
         for weight in self.model.weights.values():
             weight.requires_grad_()
         self._optimizer = AdamW(self.model.weights, optim)
@@ -150,12 +122,13 @@ class ToyBackend:
         started_s = time.perf_counter()
         require_no_parts(self._parts, "an update")
         rows = self.model.vocabulary.rows(batch.token_ids)
-        steps = _minibatches(batch)
+        steps = minibatches(batch, MAX_PADDED_TOKENS)
         lr = learning_rate(self._optim, self.num_updates, self._num_steps)
+        halvings: list[tuple[int, int]] = []
         with self._all_or_nothing():
             arrays = self._arrays(batch, rows, [part for parts in steps.values() for part in parts])
             taken = [
-                self._optimizer_step(arrays, batch, minibatch, parts, lr)
+                self._optimizer_step(arrays, batch, minibatch, parts, lr, halvings)
                 for minibatch, parts in steps.items()
             ]
             self.policy_version += len(taken)
@@ -164,7 +137,7 @@ class ToyBackend:
             "lr": lr,
             "seconds_update": time.perf_counter() - started_s,
         }
-        return UpdateResult(self.policy_version, len(taken), metrics)
+        return UpdateResult(self.policy_version, len(taken), metrics, tuple(halvings))
 
     def accumulate(self, batch: TrainBatch, place: int) -> None:
         """See ``StudentBackend``; each part's gradients are kept, and summed at the commit."""
@@ -172,7 +145,7 @@ class ToyBackend:
         with self._all_or_nothing():
             require_one_minibatch(batch)
             rows = self.model.vocabulary.rows(batch.token_ids)
-            ((_, cuts),) = _minibatches(batch).items()
+            ((_, cuts),) = minibatches(batch, MAX_PADDED_TOKENS).items()
             metrics = self._gradients(self._arrays(batch, rows, cuts), batch, cuts, SUMS)
             _require_finite(float(metrics["loss"]))
             self._parts.add(place, batch, metrics, self._optimizer.take_gradients(), started_s)
@@ -313,14 +286,16 @@ class ToyBackend:
             if found != expected:
                 raise CheckpointError(f"the checkpoint has {name} {found}, expected {expected}")
 
-    def _arrays(self, batch: TrainBatch, rows: IntArray, parts: list[Microbatch]) -> _Arrays:
+    def _arrays(self, batch: TrainBatch, rows: IntArray, parts: list[Microbatch]) -> StepArrays:
         """What stays the same over all optimizer steps of a batch."""
+        if not batch.is_sampled:
+            return StepArrays(rows, batch.rollout_logprobs, None, batch.advantages)
         proximal = self._packed(self.model, rows, parts, batch.loss_mask, batch.temperature)
         if self._reference is None:
-            return _Arrays(rows, proximal, None, batch.advantages)
+            return StepArrays(rows, proximal, None, batch.advantages)
         reference = self._packed(self._reference, rows, parts, batch.loss_mask, batch.temperature)
         if self._loss.kl_estimator == "k3":
-            return _Arrays(rows, proximal, reference, batch.advantages)
+            return StepArrays(rows, proximal, reference, batch.advantages)
         lowered = reference_kl_penalty(
             torch.tensor(batch.advantages),
             proximal_logprobs=torch.tensor(proximal),
@@ -328,45 +303,62 @@ class ToyBackend:
             mask=torch.tensor(batch.loss_mask),
             kl_coef=self._loss.kl_coef,
         )
-        return _Arrays(rows, proximal, reference, lowered.numpy())
+        return StepArrays(rows, proximal, reference, lowered.numpy())
 
     def _optimizer_step(
-        self, arrays: _Arrays, batch: TrainBatch, minibatch: int, parts: list[Microbatch], lr: float
+        self,
+        arrays: StepArrays,
+        batch: TrainBatch,
+        minibatch: int,
+        parts: list[Microbatch],
+        lr: float,
+        halvings: list[tuple[int, int]],
     ) -> Metrics:
         denominators = Denominators(
             batch.num_loss_tokens[minibatch], batch.num_sequences[minibatch]
         )
-        merged = self._gradients(arrays, batch, parts, denominators)
+        stages = None
+        if batch.distillation is not None:
+            num_rows = max(batch.distillation.num_rows[minibatch], 1)
+            stages = TwoStages(self._required_rows(), num_rows, self._chunk_size, halvings)
+        merged = self._gradients(arrays, batch, parts, denominators, stages)
+        self._chunk_size = self._chunk_size if stages is None else stages.chunk_size
         _require_finite(float(merged["loss"]))
         return merged | {"grad_norm": self._optimizer.step(lr)}
 
     def _gradients(
         self,
-        arrays: _Arrays,
+        arrays: StepArrays,
         batch: TrainBatch,
         parts: list[Microbatch],
         denominators: Denominators,
+        stages: TwoStages | None = None,
     ) -> Metrics:
         """Add the gradients of some microbatches to those that the weights have."""
         sums: list[Metrics] = []
         for part in parts:
-            scored = self._score(self.model, arrays.rows, part, batch.loss_mask, batch.temperature)
-            loss, metrics = policy_loss(
-                scored.logprobs,
-                proximal_logprobs=scored.take(arrays.proximal),
-                rollout_logprobs=scored.take(batch.rollout_logprobs),
-                advantages=scored.take(arrays.advantages),
-                mask=torch.ones_like(scored.logprobs, dtype=torch.bool),
-                sequence_ids=scored.sequences,
-                config=self._loss,
-                denominators=denominators,
-                reference_logprobs=None
-                if arrays.reference is None
-                else scored.take(arrays.reference),
-            )
-            loss.backward()  # type: ignore[no-untyped-call]
-            sums.append(metrics | {"loss": loss.detach(), "entropy_sum": scored.entropy.sum()})
+            found = self._predictions(self.model, arrays.rows, part, batch.loss_mask)
+
+            def policy(states: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+                scored = self._scored(found._replace(hidden=states), part, batch.temperature)  # noqa: B023 - called at once
+                return policy_term(scored, arrays, batch, self._loss, denominators)
+
+            if stages is None:
+                loss, metrics = policy(found.hidden)
+                loss.backward()  # type: ignore[no-untyped-call]
+                sums.append(metrics | {"loss": loss.detach()})
+                continue
+            packed = _packed_places(found, part)
+            head, term = self.model.head, policy if batch.is_sampled else None
+            sums.append(stages.backward(found, packed, head, batch, part, term))
         return merge_metrics(*sums)
+
+    def _required_rows(self) -> RowLoss:
+        if self._row_loss is None:
+            raise BatchError(
+                "the batch compares whole distributions, but this student was not built for it"
+            )
+        return self._row_loss
 
     @torch.no_grad()
     def _packed(
@@ -391,19 +383,33 @@ class ToyBackend:
         part: Microbatch,
         mask: BoolArray,
         temperature: float = 1.0,
-    ) -> _Scored:
+    ) -> Scored:
+        return self._scored(self._predictions(model, rows, part, mask), part, temperature, model)
+
+    def _predictions(
+        self, model: ToyModel, rows: IntArray, part: Microbatch, mask: BoolArray
+    ) -> Predictions:
         token_rows = torch.from_numpy(rows[part.packed])
-        found = predictions(
+        return predictions(
             model.hidden(token_rows),
             token_rows,
             torch.from_numpy(part.lengths),
             torch.from_numpy(mask[part.packed] & ~part.is_padding),
         )
+
+    def _scored(
+        self,
+        found: Predictions,
+        part: Microbatch,
+        temperature: float,
+        model: ToyModel | None = None,
+    ) -> Scored:
+        head = (model or self.model).head
         logprobs, entropy = selected_logprobs_with_entropy(
-            found.hidden, model.head, found.targets, self._loss.chunk_size, temperature=temperature
+            found.hidden, head, found.targets, self._chunk_size, temperature=temperature
         )
-        packed = part.packed.reshape(-1)[found.positions.numpy()]
-        return _Scored(packed, found.positions // token_rows.shape[1], logprobs, entropy)
+        sequences = found.positions // part.packed.shape[1]
+        return Scored(_packed_places(found, part), sequences, logprobs, entropy)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -421,24 +427,12 @@ class ToyBackend:
             raise
 
 
+def _packed_places(found: Predictions, part: Microbatch) -> IntArray:
+    """[M] place of each predicted token in the packed batch."""
+    places: IntArray = part.packed.reshape(-1)[found.positions.numpy()]
+    return places
+
+
 def _require_finite(loss: float) -> None:
     if not isfinite(loss):
         raise UpdateError(f"loss is {loss}: the optimizer step was not taken")
-
-
-def _minibatches(batch: TrainBatch) -> dict[int, list[Microbatch]]:
-    """Microbatches of each optimizer step; a step without a token to train on is left out.
-
-    Raises:
-        BatchError: no step has one.
-    """
-    useful = sequences_with_targets(batch.sequence_starts, batch.loss_mask)
-    steps = {}
-    for minibatch in np.unique(batch.minibatch_ids[useful]).tolist():
-        chosen = useful[batch.minibatch_ids[useful] == minibatch]
-        steps[minibatch] = cut_microbatches(batch.sequence_starts, chosen, MAX_PADDED_TOKENS)
-    if not steps:
-        raise BatchError(
-            f"none of the batch's {len(batch.group_ids)} sequences has a token to train on"
-        )
-    return steps

@@ -110,7 +110,7 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """
     try:
         tensors: dict[str, NDArray[Any]] = parse_safetensors(read_bytes(path))
-    except SafetensorError as error:
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that numpy does not have
         raise CheckpointError(f"{path.name}: not a complete safetensors file: {error}") from error
     return tensors
 

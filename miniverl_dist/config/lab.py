@@ -1,4 +1,4 @@
-"""The lab's sections: divergences from a teacher's distribution, selection, memory, demonstrations."""
+"""The lab's sections: divergence, selection, memory, demonstrations."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class DistillConfig(ConfigModel):
     ``beta``; ``cross_entropy`` forward KL and the teacher's entropy, the same gradient;
     ``sampled_nll`` the written token alone, without a teacher."""
     support: Literal["exact_full_vocab", "top_k_tail"] = "top_k_tail"
-    """Over every token, or over the teacher's ``top_k`` and one bucket for all others. Exact needs a
-    teacher of the student's tokenizer that is in memory during the update."""
+    """Over every token, or over the teacher's ``top_k`` and one bucket for all others. Exact needs
+    a teacher of the student's tokenizer that is in memory during the update."""
     top_k: PositiveInt = 32
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """``jsd``: weight of the teacher in the mixture."""

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from miniverl_dist.config.base import ConfigModel, PositiveInt
 from miniverl_dist.config.cluster import ClusterConfig, PublishConfig, Runtime
+from miniverl_dist.config.environments import EnvironmentConfig
 from miniverl_dist.config.lab import (
     DemonstrationConfig,
     DistillConfig,
@@ -26,10 +27,18 @@ from miniverl_dist.config.recipe import (
     OpdConfig,
     OptimConfig,
     RolloutConfig,
+    SGLangEngineConfig,
     TaskIds,
     TaskSplit,
 )
-from miniverl_dist.config.roles import MegatronModelConfig, StudentConfig, TeacherConfig
+from miniverl_dist.config.roles import (
+    NATIVE_TOKENIZERS,
+    HFStudentConfig,
+    MegatronModelConfig,
+    StudentConfig,
+    TeacherConfig,
+    ToyModelConfig,
+)
 
 Objective = Literal["sft", "offline_kd", "opd", "grpo", "grpo_opd"]
 
@@ -45,7 +54,7 @@ class RunConfig(ConfigModel):
     The trainer is the same in all three."""
     torch_threads: PositiveInt = 1
     objective: Objective = "grpo_opd"
-    environment: BfclConfig = BfclConfig()
+    environment: EnvironmentConfig = BfclConfig()
     tasks: Annotated[TaskIds | TaskSplit, Field(discriminator="kind")]
     student: StudentConfig
     teacher: TeacherConfig | None = None
@@ -54,7 +63,7 @@ class RunConfig(ConfigModel):
     grpo: GrpoConfig = GrpoConfig()
     opd: OpdConfig | None = None
     distill: DistillConfig | None = None
-    """Compare whole distributions: all of ``sft`` and ``offline_kd``, instead of ``opd`` elsewhere."""
+    """Compare whole distributions: the loss of ``offline_kd``, and elsewhere instead of ``opd``."""
     selection: SelectionConfig = SelectionConfig()
     memory: MemoryConfig = MemoryConfig()
     demonstrations: DemonstrationConfig | None = None
@@ -79,6 +88,13 @@ class RunConfig(ConfigModel):
         return self.distill is not None and self.distill.needs_teacher
 
     @property
+    def row_loss(self) -> DistillConfig | None:
+        """The loss of single rows: ``distill``, or the written tokens' own under ``sft``."""
+        if self.objective == "sft" and self.distill is None:
+            return DistillConfig(divergence="sampled_nll")
+        return self.distill
+
+    @property
     def is_online(self) -> bool:
         """Whether the student samples what it is trained on."""
         return self.objective not in ("sft", "offline_kd")
@@ -89,6 +105,25 @@ class RunConfig(ConfigModel):
         return self.objective in ("grpo", "grpo_opd")
 
     @property
+    def acting_teacher_problem(self) -> str | None:
+        """Why the teacher cannot play episodes itself; None where it can."""
+        teacher = self.teacher
+        if teacher is None:
+            return "there is no `teacher` section"
+        if not isinstance(teacher.model, ToyModelConfig):
+            place = "a teacher behind `url`" if teacher.model is None else "an hf teacher"
+            return (
+                f"{place} is asked for scores only: as a policy, a teacher has to be a toy model "
+                "in this process"
+            )
+        if teacher.tokenizer not in NATIVE_TOKENIZERS:
+            return (
+                f"there is no chat format for its tokenizer {teacher.tokenizer!r}: known are "
+                f"{', '.join(NATIVE_TOKENIZERS)}"
+            )
+        return None
+
+    @property
     def num_student_ranks(self) -> int:
         """World size of the student."""
         return self.cluster.student.num_ranks if self.runtime == "cluster" else 1
@@ -96,6 +131,8 @@ class RunConfig(ConfigModel):
     @property
     def policy_label(self) -> str:
         """What may be said of how close to on-policy the run is."""
+        if not self.is_online:
+            return "supervised, on stored episodes"
         if self.loop.max_policy_lag:
             return f"off-policy (lag <= {self.loop.max_policy_lag})"
         return "minibatched" if self.loop.num_minibatches > 1 else "strictly on-policy"
@@ -104,10 +141,15 @@ class RunConfig(ConfigModel):
     def _check(self) -> Self:
         for problem in (
             self._objective_problem(),
+            self._baseline_problem(),
+            self._engine_problem(),
             self._sampling_problem(),
             self._size_problem(),
             self._student_problem(),
             self._accumulation_problem(),
+            self._stored_problem(),
+            self._distill_problem(),
+            self._teacher_text_problem(),
         ):
             if problem:
                 raise ValueError(problem)
@@ -119,12 +161,14 @@ class RunConfig(ConfigModel):
             return f"objective {self.objective} needs a `teacher` section"
         if has_term and (self.opd is None) == (self.distill is None):
             return (
-                f"objective {self.objective} needs an `opd` section (credit of sampled tokens) or a "
-                f"`distill` section (whole distributions), found "
+                f"objective {self.objective} needs an `opd` section (credit of sampled tokens) or "
+                f"a `distill` section (whole distributions), found "
                 f"{'neither' if self.opd is None else 'both'}"
             )
         if not has_term and self.opd is not None:
             return f"objective {self.objective} has no OPD term: remove the `opd` section"
+        if self.objective == "grpo" and self.distill is not None:
+            return "objective grpo asks no teacher: remove `distill`, or use grpo_opd"
         if self.opd is not None and self.opd.coef == 0:
             return "opd.coef is 0: use `objective: grpo` instead of a teacher without a say"
         if (
@@ -133,13 +177,17 @@ class RunConfig(ConfigModel):
             and (self.opd.lookahead != "return_to_go")
         ):
             return "opd.discount has a meaning only with `lookahead: return_to_go`"
-        if "teacher" in self.evaluation.baselines and self.teacher is None:
-            return "evaluation.baselines names the teacher, but there is no `teacher` section"
         if self.uses_group_advantage and self.loop.group_size < 2:
             return f"objective {self.objective} compares siblings: group_size must be at least 2"
         if not self.uses_group_advantage and self.grpo.zero_variance == "drop":
             return "grpo.zero_variance: drop has no meaning without a group advantage"
         return None
+
+    def _baseline_problem(self) -> str | None:
+        problem = self.acting_teacher_problem
+        if "teacher" not in self.evaluation.baselines or problem is None:
+            return None
+        return f"evaluation.baselines names the teacher, but {problem}: remove it from the list"
 
     def _sampling_problem(self) -> str | None:
         rollout = self.rollout
@@ -178,12 +226,18 @@ class RunConfig(ConfigModel):
     def _student_problem(self) -> str | None:
         model, ranks = self.student.model, self.num_student_ranks
         if not isinstance(model, MegatronModelConfig):
+            kind, engine = model.kind, self.rollout.engine
             if ranks > 1:
-                return f"cluster.student asks for {ranks} ranks, but a toy student has one"
-            if self.rollout.engine is not None:
+                return f"cluster.student asks for {ranks} ranks, but {_a(kind)} student has one"
+            if kind == "toy" and engine is not None:
                 return "rollout.engine: a toy student brings its own engine; remove the section"
+            if kind == "hf" and engine is not None and engine.kind != "hf":
+                return (
+                    f"rollout.engine: an hf student is sampled by transformers, found "
+                    f"{engine.kind}; use kind hf, or a megatron student"
+                )
             if self.rollout.routing_replay == "on":
-                return "rollout.routing_replay: a toy student has no experts to replay; set it off"
+                return f"rollout.routing_replay: {_a(kind)} student replays no experts; set it off"
             return None
         if problem := model.parallel.problem(ranks):
             where = "cluster.student" if self.runtime == "cluster" else f"runtime {self.runtime}"
@@ -194,6 +248,17 @@ class RunConfig(ConfigModel):
                 "parallel.context 1, or another loss"
             )
         return None
+
+    def _engine_problem(self) -> str | None:
+        """Transformers samples on one device: further GPUs of its actor would stand idle."""
+        engine, gpus = self.rollout.engine, self.cluster.rollout.gpus_per_actor
+        if self.runtime != "cluster" or gpus <= 1 or isinstance(engine, SGLangEngineConfig):
+            return None
+        kind = "not given, which means hf" if engine is None else engine.kind
+        return (
+            f"cluster.rollout.gpus_per_actor is {gpus:g}, but rollout.engine is {kind}, which uses "
+            "one GPU: name `kind: sglang` with `tensor`, or reserve at most 1"
+        )
 
     def _accumulation_problem(self) -> str | None:
         """A group's gradients are final before the batch is whole."""
@@ -208,3 +273,97 @@ class RunConfig(ConfigModel):
         elif self.opd is not None and self.opd.baseline != "none":
             why = f"opd.baseline {self.opd.baseline}: it is taken over the whole batch"
         return why and f"loop.accumulate does not go with {why}; change it, or leave accumulate out"
+
+    def _stored_problem(self) -> str | None:
+        """``sft`` and ``offline_kd`` sample nothing."""
+        if self.is_online:
+            if self.demonstrations is not None:
+                return (
+                    f"objective {self.objective} samples its own episodes: remove `demonstrations`"
+                )
+            return None
+        if self.demonstrations is None:
+            return (
+                f"objective {self.objective} learns from stored episodes: add a `demonstrations` "
+                "section ({} plays the oracle's)"
+            )
+        if self.loop.max_policy_lag or self.loss.kl_coef > 0:
+            return (
+                f"objective {self.objective} samples nothing: loop.max_policy_lag and loss.kl_coef "
+                "must be 0"
+            )
+        if self.objective == "sft" and self.uses_targets:
+            return "objective sft learns the written tokens: use offline_kd to learn distributions"
+        if self.objective == "offline_kd" and (self.teacher is None or not self.uses_targets):
+            return (
+                "objective offline_kd needs a `teacher` and a `distill` section with a divergence"
+            )
+        return None
+
+    def _distill_problem(self) -> str | None:
+        """What a divergence needs of student, teacher and memory."""
+        selects = self.selection.kind != "all_model_tokens"
+        if self.row_loss is None:
+            return "selection has a meaning only with a `distill` section" if selects else None
+        if self.is_online and not self.uses_targets:
+            return (
+                "distill.divergence sampled_nll would make whatever was sampled more likely: it is "
+                "for objective sft"
+            )
+        if isinstance(self.student.model, MegatronModelConfig) or self.runtime == "cluster":
+            return (
+                f"objective {self.objective} with whole distributions runs on one device: use a "
+                "toy or hf student and runtime inprocess or single_actor"
+            )
+        if self.loop.accumulate:
+            return "loop.accumulate does not go with `distill`: leave one of them out"
+        return self._target_problem(self.distill) if self.uses_targets and self.distill else None
+
+    def _target_problem(self, distill: DistillConfig) -> str | None:
+        teacher, student = self.teacher, self.student.model
+        is_quantized = isinstance(student, HFStudentConfig) and student.quantization != "none"
+        if is_quantized and self.memory.strategy == "swap":
+            return (
+                "memory.strategy swap does not go with student.model.quantization: what quantized "
+                "kernels keep on the device cannot be planned; use resident, or quantization none"
+            )
+        if teacher is None or teacher.model is None:
+            return (
+                "distill needs teacher.model: whole distributions come from a teacher in this "
+                "process, not from `url`"
+            )
+        if distill.support == "exact_full_vocab":
+            if teacher.tokenizer != self.student.tokenizer:
+                return (
+                    f"distill.support exact_full_vocab compares token by token, but the teacher "
+                    f"reads {teacher.tokenizer!r} and the student {self.student.tokenizer!r}: use "
+                    "top_k_tail"
+                )
+            if self.memory.strategy == "swap":
+                return (
+                    "distill.support exact_full_vocab with memory.strategy swap would store the "
+                    "whole vocabulary for every row: use top_k_tail, or resident"
+                )
+        return None
+
+    def _teacher_text_problem(self) -> str | None:
+        """What the teacher reads."""
+        teacher = self.teacher
+        if teacher is None:
+            return None
+        if teacher.rendering == "verbatim" and teacher.tokenizer != self.student.tokenizer:
+            return (
+                f"teacher.rendering verbatim gives the teacher the student's own ids, but it reads "
+                f"{teacher.tokenizer!r} and the student writes {self.student.tokenizer!r}: use "
+                "native or raw"
+            )
+        if teacher.mode == "privileged_context" and not (self.uses_teacher or self.uses_targets):
+            return (
+                f"teacher.mode privileged_context: objective {self.objective} asks no teacher; "
+                "remove it"
+            )
+        return None
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind == "hf" else f"a {kind}"

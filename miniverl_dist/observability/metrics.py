@@ -58,6 +58,13 @@ METRICS: Final[Mapping[str, Metric]] = {
     "teacher_scored_fraction": Metric("fraction", "trajectories with a teacher score"),
     "teacher_dropped": Metric("count", "trajectories without a teacher score"),
     "teacher_entropy_mean": Metric("nats", "mean entropy of the teacher's distribution"),
+    # Whole distributions
+    "num_target_rows": Metric("rows", "positions that were compared with the teacher"),
+    "teacher_queried_position_ratio": Metric(
+        "fraction", "compared positions among those that could have been"
+    ),
+    "divergence_mean": Metric("nats", "mean divergence per compared position, unweighted"),
+    "distill_loss": Metric("loss", "divergence part of the loss"),
     # Update
     "loss": Metric("loss", "total loss, mean over the batch's optimizer steps"),
     "policy_loss": Metric("loss", "policy-gradient part of the loss"),
@@ -80,6 +87,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "policy_lag_mean": Metric("publishes", "mean publishes between sampling and use"),
     "policy_lag_max": Metric("publishes", "largest number of publishes between sampling and use"),
     "projection_chunk_size": Metric("rows", "rows of the vocabulary projection held at once"),
+    "num_chunk_halvings": Metric("count", "times that memory ran out and the chunk was halved"),
     # Curriculum
     "tail_calls_mean": Metric("calls", "mean T of the batch: calls left to the student"),
     "tail_calls_max": Metric("calls", "largest T of the batch"),

@@ -25,6 +25,12 @@ _STEP_FIELDS: Final = (
     ("grad", "grad_norm", ".2f"),
     ("s", "seconds_step", ".1f"),
 )
+_LOSSES: Final = (
+    ("unscored", "teacher_dropped", ".0f"),
+    ("faults", "num_harness_faults", ".0f"),
+    ("refilled", "num_refilled_groups", ".0f"),
+)
+"""Shown only where something was lost."""
 
 
 class Progress(Protocol):
@@ -193,7 +199,8 @@ def progress_for(stream: TextIO) -> LineProgress | TerminalProgress:
 def step_line(metrics: Mapping[str, MetricValue]) -> str:
     """The main numbers of a step on one line; what was not measured is left out."""
     parts = [f"step {metrics.get('step', '?')}"]
-    for label, name, form in _STEP_FIELDS:
+    losses = (field for field in _LOSSES if metrics.get(field[1]))
+    for label, name, form in (*_STEP_FIELDS, *losses):
         value = metrics.get(name)
         if isinstance(value, int | float) and math.isfinite(value):
             parts.append(f"{label} {value:{form}}")

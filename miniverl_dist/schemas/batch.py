@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from miniverl_dist.errors import BatchError
 from miniverl_dist.schemas.routing import PackedRows
+from miniverl_dist.schemas.targets import Distillation
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -51,6 +52,11 @@ class TrainBatch:
     routed_experts: PackedRows | None = None
     """[N, layers, experts per token] the engine's routing of each token, -1 where a token has none;
     None: the trainer routes by itself."""
+    is_sampled: bool = True
+    """False for stored episodes: there is no sampling engine, so no policy loss, and
+    ``rollout_logprobs`` are NaN throughout."""
+    distillation: Distillation | None = None
+    """Rows that are compared with a teacher's distribution, or learned as they stand."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What building the batch measured (reward, reverse KL, drops); for the step's record."""
 
@@ -70,8 +76,12 @@ class TrainBatch:
             raise BatchError("position 0 of a sequence has no prediction and cannot be trained")
         if (self.advantages[~self.loss_mask] != 0).any() or not np.isfinite(self.advantages).all():
             raise BatchError("advantages must be finite, and 0 off the loss mask")
-        if not np.array_equal(np.isfinite(self.rollout_logprobs), self.loss_mask):
-            raise BatchError("rollout_logprobs must be finite exactly on the loss mask")
+        sampled = self.loss_mask if self.is_sampled else np.zeros_like(self.loss_mask)
+        if not np.array_equal(np.isfinite(self.rollout_logprobs), sampled):
+            raise BatchError(
+                "rollout_logprobs must be finite exactly on the loss mask, and nowhere in a batch "
+                "that nobody sampled"
+            )
         if self.routed_experts is not None and (
             self.routed_experts.ndim != 3 or len(self.routed_experts) != num_tokens
         ):
@@ -80,6 +90,49 @@ class TrainBatch:
                 f"[{num_tokens}, layers, experts per token]"
             )
         self._check_minibatches()
+        self._check_distillation()
+
+    def _check_distillation(self) -> None:
+        rows = self.distillation
+        if rows is None:
+            if not self.is_sampled:
+                raise BatchError("a batch that nobody sampled has nothing to learn without rows")
+            return
+        if len(rows.num_rows) != self.num_minibatches:
+            raise BatchError(
+                f"{len(rows.num_rows)} row counts for {self.num_minibatches} minibatches"
+            )
+        if len(rows.positions) and not (
+            (np.diff(rows.positions) > 0).all()
+            and rows.positions[0] >= 0
+            and rows.positions[-1] < len(self.token_ids)
+            and self.loss_mask[rows.positions].all()
+        ):
+            raise BatchError("distillation rows must rise and lie on the loss mask")
+        if rows.top_k is not None and len(rows.top_k) != len(rows.positions):
+            raise BatchError(f"{len(rows.top_k)} target rows for {len(rows.positions)} positions")
+        if rows.kinds and len(rows.kinds) != len(rows.positions):
+            raise BatchError(f"{len(rows.kinds)} kinds for {len(rows.positions)} rows")
+        if rows.contexts and len(rows.contexts) != len(self.group_ids):
+            raise BatchError(
+                f"{len(rows.contexts)} teacher contexts for {len(self.group_ids)} sequences"
+            )
+        if rows.contexts:
+            wanted = self.rows_per_sequence
+            found = [len(context.positions) for context in rows.contexts]
+            if found != wanted.tolist():
+                raise BatchError(
+                    f"teacher contexts hold {found} rows, the sequences {wanted.tolist()}"
+                )
+
+    @property
+    def rows_per_sequence(self) -> IntArray:
+        """[B] distillation rows of each sequence."""
+        positions = (
+            np.zeros(0, np.int64) if self.distillation is None else self.distillation.positions
+        )
+        edges = np.searchsorted(positions, self.sequence_starts)
+        return np.diff(edges).astype(np.int64)
 
     def _check_minibatches(self) -> None:
         steps, found = self.num_minibatches, self.minibatch_ids
@@ -115,3 +168,5 @@ class UpdateResult:
     num_optimizer_steps: int
     metrics: dict[str, float]
     """Loss parts, grad norm, clip fractions, entropy, engine mismatch, tokens, seconds."""
+    chunk_halvings: tuple[tuple[int, int], ...] = ()
+    """(from, to) rows of the vocabulary projection, each time memory ran out."""

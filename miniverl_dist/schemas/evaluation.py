@@ -23,9 +23,9 @@ class EvaluationRow(FrozenModel):
     pass_low: float
     """Lower end of the 95 % Wilson interval of ``pass_rate``."""
     pass_high: float
-    official_per_turn_rate: float
-    """Official per-turn verdict, a column of its own."""
-    state_only_rate: float
+    official_per_turn_rate: float | None
+    """Official per-turn verdict, a column of its own; None where the environment has none."""
+    state_only_rate: float | None
     reward_mean: float
     reward_parts: dict[str, float]
     calls_per_episode: float

@@ -1,4 +1,4 @@
-"""What the teacher wants at chosen positions: distributions, or the texts that give them; numpy only.
+"""What the teacher wants at chosen positions: distributions, or texts that give them; numpy only.
 
 A row is one position of a trajectory at which student and teacher are compared: the token at
 position t, predicted by both from what stands before it.
@@ -114,7 +114,10 @@ class TeacherContext:
 
 @dataclass(frozen=True)
 class TrajectoryTargets:
-    """What one trajectory is compared with: stored distributions, or the teacher's text."""
+    """What one trajectory is compared with: stored distributions, or the teacher's text.
+
+    With neither, the written tokens themselves are the targets (``sampled_nll``).
+    """
 
     trajectory_id: str
     policy_version: int
@@ -124,15 +127,18 @@ class TrajectoryTargets:
     num_candidates: int
     """Written tokens that could have been rows, before any selection."""
     top_k: TopKTargets | None = None
-    """[m] rows; None where ``context`` is given."""
+    """[m] rows."""
     context: TeacherContext | None = None
 
     def __post_init__(self) -> None:
-        """Check that there is one of the two, row for row."""
-        found = [rows for rows in (self.top_k, self.context) if rows is not None]
-        if len(found) != 1:
-            raise BatchError("trajectory targets hold either top-k rows or a teacher's context")
-        rows = len(self.top_k) if self.top_k is not None else len(found[0].positions)  # type: ignore[union-attr]
+        """Check the rows against each other."""
+        if self.top_k is not None and self.context is not None:
+            raise BatchError("trajectory targets hold top-k rows and a teacher's context: one only")
+        rows = len(self.positions)
+        if self.top_k is not None:
+            rows = len(self.top_k)
+        if self.context is not None:
+            rows = len(self.context.positions)
         if rows != len(self.positions):
             raise BatchError(f"{rows} target rows for {len(self.positions)} positions")
         if len(self.positions) and (self.positions[0] < 1 or (np.diff(self.positions) <= 0).any()):
@@ -151,3 +157,7 @@ class Distillation:
     """[M] rows."""
     contexts: tuple[TeacherContext, ...] = ()
     """One per sequence where the teacher computes its distributions itself; together M rows."""
+    num_candidates: int = 0
+    """Written tokens of all sequences, before any selection."""
+    kinds: tuple[str, ...] = ()
+    """[M] kind of the span that each row lies in (``schemas.trajectory.SpanKind``)."""

@@ -31,25 +31,15 @@ from miniverl_dist.packing import sequence_ids, sequence_starts, split_minibatch
 from miniverl_dist.ports import ScoredGroup, ScoredTrajectory
 from miniverl_dist.schemas.batch import BoolArray, FloatArray, IntArray, TrainBatch
 from miniverl_dist.schemas.routing import PackedRows, pack_rows
+from miniverl_dist.schemas.targets import Distillation
 from miniverl_dist.schemas.teacher import TeacherRefusal, TeacherScore
+from miniverl_dist.schemas.token_analysis import TokenAnalysis
 from miniverl_dist.schemas.trajectory import HARNESS_TERMINATIONS, Trajectory
+from miniverl_dist.training.target_rows import Targets, pack_targets, trained_mask
+from miniverl_dist.training.token_credit import TokenCredit, analyse
 
 SpanByteEnds = Callable[[Sequence[int]], IntArray]
 """Byte ends [S] of a sampled span's ids, a turn end as one virtual byte (`alignment.spans`)."""
-
-
-@dataclass(frozen=True)
-class TokenCredit:
-    """OPD credit of one trajectory's tokens, and what was measured on the way."""
-
-    weights: FloatArray
-    """[T] nats; NaN where no unit covers the token."""
-    mask: BoolArray
-    """[T] True on tokens that a unit covers."""
-    is_stopped: BoolArray
-    """[T] True behind a stop."""
-    reverse_kl: FloatArray
-    """One entry per unit: student minus teacher, nats, unclipped."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +48,8 @@ class BuiltBatch:
 
     batch: TrainBatch | None
     metrics: dict[str, float]
+    analysis: tuple[TokenAnalysis, ...] = ()
+    """Of the first groups (``loop.analysed_groups``)."""
 
 
 def credit_trajectory(
@@ -79,6 +71,7 @@ def credit_trajectory(
     mask = np.zeros(num_tokens, dtype=bool)
     is_stopped = np.zeros(num_tokens, dtype=bool)
     ratios: list[FloatArray] = []
+    unit_ids = np.full(num_tokens, -1, dtype=np.int64)
     for scored in score.spans:
         span = trajectory.spans[scored.span_index]
         here = slice(span.start, span.end)
@@ -97,16 +90,25 @@ def credit_trajectory(
             discount=opd.discount,
         )
         is_stopped[here] = stopped(student, teacher, units, stop_after=opd.stop_after)
+        first = sum(map(len, ratios))
+        unit_ids[here] = np.where(units.student_unit < 0, -1, units.student_unit + first)
         ratios.append(unit_log_ratios(student, teacher, units))
-    return TokenCredit(weights, mask, is_stopped, np.concatenate([np.zeros(0), *ratios]))
+    return TokenCredit(weights, mask, is_stopped, np.concatenate([np.zeros(0), *ratios]), unit_ids)
 
 
 def build_batch(
     groups: Sequence[ScoredGroup],
     config: RunConfig,
     byte_ends: SpanByteEnds,
+    targets: Targets | None = None,
 ) -> BuiltBatch:
     """Build the batch of one step.
+
+    Args:
+        groups: In FIFO order.
+        config: Of the run.
+        byte_ends: Of the student's tokens.
+        targets: The teacher's distributions, under an objective that compares them.
 
     Harness faults are left out and counted. A trajectory without a score keeps its group
     advantage, also counted; too many of them fail the step.
@@ -116,14 +118,29 @@ def build_batch(
         AlignmentError, StaleScoreError: see `credit_trajectory`.
     """
     everyone = [member for group in groups for member in group.members]
-    members = [member for member in everyone if member.trajectory.is_trainable]
-    metrics = _rollout_metrics(everyone, members)
+    members = [m for m in everyone if _can_be_trained_on(m.trajectory, config)]
+    metrics = _rollout_metrics(everyone, members, is_online=config.is_online)
     metrics["num_groups"] = float(len(groups))
     if not members:
         return BuiltBatch(None, metrics)
     advantage = _group_advantage(members, config, metrics)
     credits = _credits(members, config, byte_ends, metrics)
-    return BuiltBatch(_pack(members, advantage, credits, config, metrics), metrics)
+    if config.uses_targets:
+        _require_targets(members, targets or {}, config, metrics)
+    batch = _pack(members, advantage, credits, config, metrics, targets)
+    analysed = {group.assignment.group_id for group in groups[: config.loop.analysed_groups]}
+    analysis = [
+        analyse(member.trajectory, credit, batch, index)
+        for index, (member, credit) in enumerate(zip(members, credits, strict=True))
+        if config.is_online and member.trajectory.group_id in analysed
+    ]
+    return BuiltBatch(batch, metrics, tuple(analysis))
+
+
+def _can_be_trained_on(trajectory: Trajectory, config: RunConfig) -> bool:
+    if config.is_online:
+        return trajectory.is_trainable
+    return any(trained_mask(trajectory, is_online=False))
 
 
 def _group_advantage(
@@ -164,14 +181,37 @@ def _credits(
         else:
             size = len(member.trajectory.token_ids)
             nothing = np.zeros(size, dtype=bool)
-            credits.append(TokenCredit(np.full(size, np.nan), nothing, nothing, np.zeros(0)))
-    if config.uses_teacher and config.teacher is not None:
-        dropped = len(members) - num_scored
-        metrics["teacher_dropped"] = float(dropped)
-        metrics["teacher_scored_fraction"] = num_scored / len(members)
-        if dropped > config.teacher.max_drop_fraction * len(members):
-            raise TeacherDropFractionError(_drop_message(members, dropped, config))
+            credits.append(
+                TokenCredit(np.full(size, np.nan), nothing, nothing, np.zeros(0), np.full(size, -1))
+            )
+    if config.uses_teacher:
+        _check_drops(members, num_scored, config, metrics)
     return credits
+
+
+def _require_targets(
+    members: Sequence[ScoredTrajectory],
+    targets: Targets,
+    config: RunConfig,
+    metrics: dict[str, float],
+) -> None:
+    """Count trajectories without targets; too many of them fail the step."""
+    num_answered = sum(member.trajectory.trajectory_id in targets for member in members)
+    _check_drops(members, num_answered, config, metrics)
+
+
+def _check_drops(
+    members: Sequence[ScoredTrajectory],
+    num_answered: int,
+    config: RunConfig,
+    metrics: dict[str, float],
+) -> None:
+    dropped = len(members) - num_answered
+    metrics["teacher_dropped"] = float(dropped)
+    metrics["teacher_scored_fraction"] = num_answered / len(members)
+    limit = config.teacher.max_drop_fraction if config.teacher is not None else 0.0
+    if dropped > limit * len(members):
+        raise TeacherDropFractionError(_drop_message(members, dropped, config))
 
 
 def _drop_message(members: Sequence[ScoredTrajectory], dropped: int, config: RunConfig) -> str:
@@ -192,9 +232,13 @@ def _pack(
     credits: Sequence[TokenCredit],
     config: RunConfig,
     metrics: dict[str, float],
+    targets: Targets | None,
 ) -> TrainBatch:
     """Lay the sequences end to end, each cut behind its last trainable token."""
-    masks = [np.asarray(m.trajectory.loss_mask, dtype=bool) for m in members]
+    masks = [
+        np.asarray(trained_mask(m.trajectory, is_online=config.is_online), dtype=bool)
+        for m in members
+    ]
     cuts = [int(np.flatnonzero(mask)[-1]) + 1 for mask in masks]
     starts = sequence_starts(cuts)
     ids = sequence_ids(starts)
@@ -224,7 +268,9 @@ def _pack(
         sequence_starts=starts,
         loss_mask=loss_mask,
         advantages=advantages,
-        rollout_logprobs=cut([m.trajectory.rollout_logprobs for m in members]),
+        rollout_logprobs=cut([m.trajectory.rollout_logprobs for m in members])
+        if config.is_online
+        else np.full(len(ids), np.nan),
         group_ids=tuple(m.trajectory.group_id for m in members),
         minibatch_ids=steps,
         num_loss_tokens=tuple(int(loss_mask[steps[ids] == k].sum()) for k in range(num_steps)),
@@ -232,8 +278,26 @@ def _pack(
         policy_version=min(m.trajectory.oldest_version for m in members),
         temperature=config.rollout.temperature,
         routed_experts=_routing(members, cuts, config),
+        is_sampled=config.is_online,
+        distillation=_rows(members, targets, starts, steps, metrics),
         metrics=metrics,
     )
+
+
+def _rows(
+    members: Sequence[ScoredTrajectory],
+    targets: Targets | None,
+    starts: IntArray,
+    minibatch_ids: IntArray,
+    metrics: dict[str, float],
+) -> Distillation | None:
+    if targets is None:
+        return None
+    trajectories = [member.trajectory for member in members]
+    rows = pack_targets(trajectories, targets, starts, minibatch_ids)
+    metrics["num_target_rows"] = float(len(rows.positions))
+    metrics["teacher_queried_position_ratio"] = len(rows.positions) / max(rows.num_candidates, 1)
+    return rows
 
 
 def _routing(
@@ -282,15 +346,16 @@ def _token_advantages(
 
 
 def _rollout_metrics(
-    everyone: Sequence[ScoredTrajectory], members: Sequence[ScoredTrajectory]
+    everyone: Sequence[ScoredTrajectory], members: Sequence[ScoredTrajectory], *, is_online: bool
 ) -> dict[str, float]:
+    """Of what the student has played; what stored episodes earned is not its doing."""
     metrics = {
         "num_trajectories": float(len(members)),
         "num_harness_faults": float(
             sum(m.trajectory.termination in HARNESS_TERMINATIONS for m in everyone)
         ),
     }
-    if not members:
+    if not members or not is_online:
         return metrics
     trajectories = [m.trajectory for m in members]
     rewards = np.array([t.reward for t in trajectories])

@@ -148,8 +148,8 @@ def summarize(
         pass_rate=_mean([float(t.passed) for t in counted]),
         pass_low=low,
         pass_high=high,
-        official_per_turn_rate=_mean([_truth(t, "official_per_turn") for t in counted]),
-        state_only_rate=_mean([_truth(t, "state_only") for t in counted]),
+        official_per_turn_rate=_check_rate(counted, "official_per_turn"),
+        state_only_rate=_check_rate(counted, "state_only"),
         reward_mean=_mean([t.reward for t in counted]),
         reward_parts={
             name: _mean([t.reward_parts.get(name, 0.0) for t in counted]) for name in parts
@@ -162,8 +162,11 @@ def summarize(
     )
 
 
-def _truth(trajectory: Trajectory, check: str) -> float:
-    return float(bool(trajectory.verdict.get(check, False)))
+def _check_rate(trajectories: Sequence[Trajectory], check: str) -> float | None:
+    """Share of verdicts that hold a check and found it true; None where none holds it."""
+    if trajectories and not any(check in trajectory.verdict for trajectory in trajectories):
+        return None
+    return _mean([float(bool(trajectory.verdict.get(check))) for trajectory in trajectories])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -39,6 +39,7 @@ from miniverl_dist.ports import (
     RolloutSource,
     ScoredGroup,
     StudentPool,
+    TargetSource,
     TeacherScorer,
     WeightStore,
 )
@@ -46,7 +47,7 @@ from miniverl_dist.schemas.batch import SftBatch, UpdateResult
 from miniverl_dist.schemas.run_state import RunState
 from miniverl_dist.training import checkpoint
 from miniverl_dist.training.accumulate import StepUpdate, add_all, open_update
-from miniverl_dist.training.batch_builder import SpanByteEnds, build_batch
+from miniverl_dist.training.batch_builder import BuiltBatch, SpanByteEnds, build_batch
 from miniverl_dist.training.buffer import BufferSizes, GroupBuffer
 from miniverl_dist.training.evaluator import Evaluator
 from miniverl_dist.training.journal import Journal
@@ -68,6 +69,8 @@ class TrainerPorts:
     curriculum: Curriculum
     clock: Clock
     byte_ends: SpanByteEnds
+    targets: TargetSource | None = None
+    """Only where whole distributions are compared, or stored episodes learned."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,7 @@ class Trainer:
             is_replay: They come from the journal.
         """
         lags = [self._lag(group) for group in groups]
-        with self._recorder.timed("seconds_build"):
-            built = build_batch(groups, self._config, self._ports.byte_ends)
+        built = await self._build(groups)
         self._next_ticket = groups[-1].assignment.ticket + 1
         if built.batch is None:
             self._skip_empty(built.metrics)
@@ -195,12 +197,24 @@ class Trainer:
             await self._publish()
         self._ports.curriculum.advance(groups)
         self._step += 1
+        self._recorder.tokens(self._step, built.analysis)
         self._record(groups, built.metrics, result, lags, self._ports.clock.now() - started)
         if self._buffer is not None:
             self._buffer.release(self._num_publishes, trained=True)
         if self._step % self._config.checkpoint.every_n_steps == 0:
             await self._commit()
         await self._evaluate_if_due()
+
+    async def _build(self, groups: Sequence[ScoredGroup]) -> BuiltBatch:
+        """The batch of these groups, with what they are compared with where that counts."""
+        found = None
+        if self._ports.targets is not None:
+            members = [member.trajectory for group in groups for member in group.members]
+            with self._recorder.timed("seconds_teacher"):
+                # Waits for a teacher in this process; the source's own deadline bounds it.
+                found = await self._ports.targets.targets(members)
+        with self._recorder.timed("seconds_build"):
+            return build_batch(groups, self._config, self._ports.byte_ends, found)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | None:
         """The result of work that may be abandoned, or None when a stop comes first."""
@@ -257,7 +271,7 @@ class Trainer:
         for step in range(state.step, self._num_trained):
             update = self._open_update(step)
             groups = add_all(update, self._journal.read(step) or [])
-            batch = build_batch(groups, self._config, self._ports.byte_ends).batch
+            batch = (await self._build(groups)).batch
             if batch is None:
                 raise CheckpointError(f"the journal has no batch of step {step} to train on again")
             await update.finish(batch)
@@ -321,7 +335,8 @@ class Trainer:
         self._recorder.step(metrics)
         self._recorder.event(Event.STEP_FINISHED, step=self._step, version=result.policy_version)
         self._recorder.check_mismatch(metrics, self._config.loss)
-        if built["calls_per_trajectory"] == 0:
+        self._recorder.chunk_halvings(self._step, result.chunk_halvings)
+        if built.get("calls_per_trajectory") == 0:
             self._recorder.event(
                 Event.ALARM, what="no trajectory of this step made a call", step=self._step
             )

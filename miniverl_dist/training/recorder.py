@@ -12,13 +12,14 @@ from typing import Any
 
 from miniverl_dist.config.recipe import LossConfig
 from miniverl_dist.observability.events import Event, EventLog
-from miniverl_dist.observability.metrics import MetricsWriter
+from miniverl_dist.observability.metrics import MetricsWriter, MetricValue
 from miniverl_dist.observability.progress import Progress
 from miniverl_dist.observability.run_dir import RecordFile, RunDirectory
 from miniverl_dist.ports import Clock, ScoredGroup
+from miniverl_dist.schemas.token_analysis import TokenAnalysis, TokenAnalysisLine
 from miniverl_dist.schemas.trajectory import Trajectory
 
-COMMITTED_FILES = (RecordFile.METRICS, RecordFile.TRAJECTORIES)
+COMMITTED_FILES = (RecordFile.METRICS, RecordFile.TRAJECTORIES, RecordFile.TOKEN_ANALYSIS)
 """Records that belong to a commit: resuming cuts them back to it and writes on from there."""
 
 
@@ -58,10 +59,11 @@ class Recorder:
         """Write the step's line with the times added up since the last one."""
         line = metrics | self._seconds | {"peak_rss_bytes": peak_rss_bytes()}
         self._seconds.clear()
-        self._metrics.write(line)
+        self._metrics.write(folded(line))
+        numbers = {name: value for name, value in line.items() if ":" not in name}
         for sink in self.sinks:
-            sink(line)
-        self.progress.step(line)
+            sink(numbers)
+        self.progress.step(numbers)
 
     def check_mismatch(self, metrics: Mapping[str, float], loss: LossConfig) -> None:
         """Write an event where trainer and engine are further apart than the config tolerates."""
@@ -85,11 +87,22 @@ class Recorder:
                 **{name: value if isfinite(value) else None for name, value in found.items()},
             )
 
+    def chunk_halvings(self, step: int, halvings: Sequence[tuple[int, int]]) -> None:
+        """Write an event for each time that memory ran out in an update."""
+        for found, left in halvings:
+            self.event(Event.CHUNK_HALVED, step=step, rows=found, rows_now=left)
+
     def groups(self, groups: Sequence[ScoredGroup]) -> None:
         """Write the trajectories of a trained batch."""
         for group in groups:
             for member in group.members:
                 self.run.append(RecordFile.TRAJECTORIES, member)
+
+    def tokens(self, step: int, analysis: Sequence[TokenAnalysis]) -> None:
+        """Write what a step made of some of its tokens."""
+        for one in analysis:
+            line = TokenAnalysisLine(step=step, **dict(one))
+            self.run.append(RecordFile.TOKEN_ANALYSIS, line)
 
     def evaluation_trajectory(self, tag: str, policy: str, trajectory: Trajectory) -> None:
         """Write one evaluation episode."""
@@ -101,6 +114,19 @@ class Recorder:
     def positions(self) -> dict[str, int]:
         """Bytes of the committed records so far."""
         return self.run.positions(COMMITTED_FILES)
+
+
+def folded(line: Mapping[str, float | int]) -> dict[str, MetricValue]:
+    """``name:key`` fields of a step as one mapping ``name``."""
+    record: dict[str, MetricValue] = {}
+    mappings: dict[str, dict[str, float]] = {}
+    for name, value in line.items():
+        field, colon, key = name.partition(":")
+        if colon:
+            mappings.setdefault(field, {})[key] = value
+        else:
+            record[name] = value
+    return record | mappings
 
 
 def peak_rss_bytes() -> int:

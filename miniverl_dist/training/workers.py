@@ -147,6 +147,8 @@ class RolloutWorkers:
 
     def _drop_reason(self, group: ScoredGroup) -> str | None:
         """Why this group is not worth training on; None keeps it."""
+        if not self._config.is_online:
+            return None  # stored episodes hold no sampled token, and are chosen beforehand
         counted = [m.trajectory for m in group.members if m.trajectory.is_trainable]
         if not counted:
             ends = sorted({m.trajectory.termination.value for m in group.members})

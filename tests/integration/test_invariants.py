@@ -38,6 +38,7 @@ from tests.support.toy import tiny_backend
 needs_bfcl = [pytest.mark.bfcl, pytest.mark.tokenizers]
 
 RECIPE_FILE = Path(__file__).resolve().parents[1] / "fixtures" / "tiny_bfcl.yaml"
+LAB_RECIPE_FILE = Path(__file__).resolve().parents[1] / "fixtures" / "tiny_lab.yaml"
 OVERRIDES = (
     "checkpoint.every_n_steps=3",
     "evaluation.every_n_steps=null",
@@ -66,7 +67,7 @@ class TestResumeUnderTheSameConfig:
         resealed = CheckpointManifest(
             **(dict(commit) | {"state": foreign, "sha256": ""})  # a sound commit, of another run
         )
-        marker.write_text(resealed.model_dump_json())
+        marker.write_bytes(resealed.to_bytes())
         before = (run / "metrics.jsonl").read_bytes()
         with pytest.raises(ResumeError, match="belongs to config 000000000000"):
             launch.resume(run, progress=SilentProgress(), make_actor=no_actor)
@@ -98,12 +99,23 @@ ONE_PER_SECTION = (
 )
 
 
+LAB_SECTIONS = ("distill.top_k=9", "selection.ratio=0.6", "memory.limit_bytes=1000000000")
+STORED = ("objective=offline_kd", "demonstrations={}")
+
+
 def test_the_digest_sees_every_section() -> None:
     """What a run is resumed under is all of its config."""
-    sections = {override.partition("=")[0].partition(".")[0] for override in ONE_PER_SECTION}
+    changes = [*ONE_PER_SECTION, *LAB_SECTIONS, "demonstrations.only_passed=false"]
+    sections = {override.partition("=")[0].partition(".")[0] for override in changes}
     assert sections == set(RunConfig.model_fields)
-    digests = {load_config(RECIPE_FILE, [override]).digest for override in ONE_PER_SECTION}
-    assert len(digests | {load_config(RECIPE_FILE).digest}) == len(ONE_PER_SECTION) + 1
+    plain = {load_config(RECIPE_FILE, [override]).digest for override in ONE_PER_SECTION}
+    lab = {load_config(LAB_RECIPE_FILE, [override]).digest for override in LAB_SECTIONS}
+    stored = {
+        load_config(LAB_RECIPE_FILE, [*STORED, *more]).digest
+        for more in ([], ["demonstrations.only_passed=false"])
+    }
+    untouched = {load_config(path).digest for path in (RECIPE_FILE, LAB_RECIPE_FILE)}
+    assert len(plain | lab | stored | untouched) == len(changes) + 3
 
 
 class Bomb:

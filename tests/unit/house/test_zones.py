@@ -14,9 +14,11 @@ PACKAGES = ("miniverl_dist", "rollout_server", "teacher_server", "actors")
 TORCH_ZONE = (
     "miniverl_dist.objective",
     "miniverl_dist.backends",
+    "miniverl_dist.lab.resident",
     "rollout_server.engines.toy",
     "rollout_server.engines.slots",
     "rollout_server.engines.hf",
+    "rollout_server.engines.hf_check",
     "rollout_server.engines.hf_decoder",
     "rollout_server.engines.hf_routing",
     "rollout_server.engines.hf_weights",
@@ -26,6 +28,7 @@ TORCH_ZONE = (
     "teacher_server.scorer_hf",
     "actors.broadcast_group",
     "actors.builds",
+    "actors.lab_builds",
     "actors.rollout_host",
     "actors.student_rank",
 )

@@ -13,6 +13,7 @@ from miniverl_dist.config.recipe import DeadlineConfig
 from miniverl_dist.config.roles import TeacherConfig, ToyModelConfig
 
 HTTP = {"url": "http://teacher:30000", "rendering": "raw"}
+TOY = {"model": {"kind": "toy"}, "fit": {"num_steps": 1}}
 WITH_TEACHER: dict[str, Any] = {"objective": "grpo_opd", "teacher": HTTP, "opd": {}}
 
 
@@ -50,7 +51,7 @@ def refused(**changes: Any) -> str:
         WITH_TEACHER,
         WITH_TEACHER | {"objective": "opd", "loop": {"group_size": 1}},
         {"teacher": HTTP},
-        {"teacher": HTTP, "evaluation": {"baselines": ["teacher", "null"]}},
+        {"teacher": TOY, "evaluation": {"baselines": ["teacher", "null"]}},
         {"rollout": {"temperature": 0.7}},
         {"grpo": {"zero_variance": "drop"}},
         {"loop": {"num_minibatches": 8}},
@@ -70,8 +71,11 @@ class TestObjective:
             f"objective {objective} needs a `teacher` section"
         )
         assert refused(objective=objective, teacher=HTTP) == (
-            f"objective {objective} needs an `opd` section"
+            f"objective {objective} needs an `opd` section (credit of sampled tokens) or a "
+            "`distill` section (whole distributions), found neither"
         )
+        found = refused(objective=objective, teacher=HTTP, opd={}, distill={})
+        assert found.endswith("found both")
 
     def test_grpo_has_no_opd_section(self) -> None:
         assert "remove the `opd` section" in refused(teacher=HTTP, opd={})
@@ -83,6 +87,27 @@ class TestObjective:
 
     def test_a_teacher_that_is_not_there_cannot_be_measured(self) -> None:
         assert "names the teacher" in refused(evaluation={"baselines": ["teacher"]})
+
+    @pytest.mark.parametrize(
+        ("teacher", "why"),
+        [
+            (HTTP, "a teacher behind `url` is asked for scores only"),
+            (
+                {"model": {"kind": "hf", "path": "x"}, "rendering": "raw"},
+                "an hf teacher is asked for scores only",
+            ),
+            (TOY | {"tokenizer": "models/own", "rendering": "raw"}, "there is no chat format"),
+        ],
+        ids=["url", "hf", "format"],
+    )
+    def test_a_teacher_that_cannot_act_is_no_baseline(
+        self, teacher: dict[str, Any], why: str
+    ) -> None:
+        evaluation = {"baselines": ["null", "teacher"]}
+        found = refused(teacher=teacher, evaluation=evaluation)
+        assert found.startswith(f"evaluation.baselines names the teacher, but {why}")
+        assert found.endswith("remove it from the list")
+        assert recipe(teacher=teacher).acting_teacher_problem is not None
 
     @pytest.mark.parametrize("objective", ["grpo", "grpo_opd"])
     def test_siblings_are_at_least_two(self, objective: str) -> None:
@@ -111,10 +136,26 @@ class TestSampling:
 class TestRoutingReplay:
     def test_a_toy_student_has_no_experts(self) -> None:
         found = refused(rollout={"routing_replay": "on"})
-        assert found.startswith("rollout.routing_replay: a toy student has no experts")
+        assert found.startswith("rollout.routing_replay: a toy student replays no experts")
         assert recipe().rollout.routing_replay == "off"
         moe = {"model": {"kind": "megatron", "config": "configs/models/tiny_qwen3_moe.json"}}
         assert recipe(student=moe, rollout={"routing_replay": "on"})
+
+
+class TestEngine:
+    @pytest.mark.parametrize("engine", [None, {"kind": "hf"}], ids=["none", "hf"])
+    def test_transformers_takes_one_gpu(self, engine: dict[str, Any] | None) -> None:
+        cluster = {"rollout": {"gpus_per_actor": 2.0}}
+        changes: dict[str, Any] = {
+            "runtime": "cluster",
+            "student": {"model": {"kind": "megatron", "config": "configs/models/tiny_qwen3.json"}},
+            "rollout": {"engine": engine},
+        }
+        found = refused(**changes, cluster=cluster)
+        assert found.startswith("cluster.rollout.gpus_per_actor is 2, but rollout.engine is")
+        assert recipe(**changes, cluster={"rollout": {"gpus_per_actor": 1.0}})
+        sglang = changes | {"rollout": {"engine": {"kind": "sglang", "tensor": 2}}}
+        assert recipe(**sglang, cluster=cluster)
 
 
 class TestSizes:

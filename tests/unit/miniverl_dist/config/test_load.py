@@ -158,6 +158,12 @@ class TestProblems:
             "r.yaml:2: checkpoint.zzz: unknown key; known here: every_n_steps, keep"
         ]
 
+    def test_a_key_of_another_kind_is_not_suggested_to_be_itself(self) -> None:
+        text = "extends: base.yaml\nenvironment: {kind: calculator, call_deadline_s: 3}"
+        assert problems_of(text)[0].startswith(
+            "r.yaml:2: environment.call_deadline_s: unknown key; known here: difficulty, "
+        )
+
     def test_branches_of_a_union_are_one_problem(self) -> None:
         assert problems_of("extends: base.yaml\nopd: {lookahead: far}")[0] == (
             "r.yaml:2: opd.lookahead: found 'far', expected an integer or 'return_to_go'"

@@ -162,6 +162,11 @@ class TestSummarize:
         assert row.reward_parts == {"mean_partial": 0.75}
         assert row.terminations == {"final_answer": 1, "max_turns": 1}
 
+    def test_checks_that_an_environment_lacks_have_no_rate(self) -> None:
+        told = [t.model_copy(update={"verdict": {"reason": None}}) for t in (trajectory("ab"),)]
+        row = summarize(job(Source()), told, num_tasks=1)
+        assert (row.official_per_turn_rate, row.state_only_rate) == (None, None)
+
     @pytest.mark.parametrize("termination", sorted(HARNESS_TERMINATIONS))
     def test_defect_harness_faults_are_not_failures(self, termination: Termination) -> None:
         told = [

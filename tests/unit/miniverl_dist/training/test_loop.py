@@ -200,7 +200,7 @@ class TestRecords:
         assert state.curriculum == {"tail_calls": 4}
         sizes = {n: (world.run.path / n).stat().st_size for n in state.file_positions}
         assert state.file_positions == sizes
-        assert set(sizes) == {"metrics.jsonl", "trajectories.jsonl"}
+        assert set(sizes) == {"metrics.jsonl", "trajectories.jsonl", "token_analysis.jsonl"}
 
     async def test_refills_are_counted_for_the_step_they_belong_to(self, tmp_path: Path) -> None:
         def play(place: Assignment, member: int) -> Trajectory:

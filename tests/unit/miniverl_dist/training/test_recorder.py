@@ -85,12 +85,13 @@ def test_every_member_of_a_batch_is_written_as_it_was(recorder: Recorder) -> Non
 
 
 def test_positions_cover_what_a_commit_holds_and_no_more(recorder: Recorder) -> None:
-    assert recorder.positions() == {"metrics.jsonl": 0, "trajectories.jsonl": 0}
+    committed = ("metrics.jsonl", "trajectories.jsonl", "token_analysis.jsonl")
+    assert recorder.positions() == dict.fromkeys(committed, 0)
     recorder.step({"step": 1})
     recorder.event(Event.RUN_STARTED)
     recorder.evaluation_trajectory("after", "student", trajectory())
     size = (recorder.run.path / "metrics.jsonl").stat().st_size
-    assert recorder.positions() == {"metrics.jsonl": size, "trajectories.jsonl": 0}
+    assert recorder.positions() == dict.fromkeys(committed, 0) | {"metrics.jsonl": size}
 
 
 NEAR = {"step": 4, "policy_lag_max": 1, "mismatch_mean_abs": 0.01, "mismatch_max_ratio": 2.0}
@@ -130,3 +131,13 @@ class TestMismatchAlarm:
     def test_what_a_student_does_not_report_raises_none(self, recorder: Recorder) -> None:
         recorder.check_mismatch({"step": 1, "policy_lag_max": 0}, LossConfig())
         assert recorder.run.read_jsonl(RecordFile.EVENTS) == []
+
+
+def test_fields_with_a_key_become_one_mapping(recorder: Recorder) -> None:
+    told: list[dict[str, float | int]] = []
+    recorder.sinks.append(told.append)
+    recorder.step({"step": 1, "loss": 2.0, "loss_by_span_type:a": 1.5, "loss_by_span_type:b": 2.5})
+    line = json.loads((recorder.run.path / "metrics.jsonl").read_text())
+    assert line["loss_by_span_type"] == {"a": 1.5, "b": 2.5}
+    assert line["loss"] == 2.0
+    assert not [name for name in told[0] if ":" in name]  # a gauge takes numbers

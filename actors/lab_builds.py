@@ -1,0 +1,225 @@
+"""The lab's parts of a run: row losses, target sources, memory; needs torch."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.student_side import StudentSide
+from actors.teacher_side import TEACHER_FOLDER, Renderer, teacher_tokenizer
+from miniverl_dist.alignment.targets import shared_ids
+from miniverl_dist.backends.distilled import RowLoss
+from miniverl_dist.backends.vocabulary import AnyVocabulary
+from miniverl_dist.config.lab import DistillConfig
+from miniverl_dist.config.models import RunConfig
+from miniverl_dist.config.roles import HFModelConfig, HFStudentConfig, TeacherConfig
+from miniverl_dist.errors import ConfigError
+from miniverl_dist.lab.memory import Estimate, MemoryChoice, choose
+from miniverl_dist.lab.resident import ResidentTeacher
+from miniverl_dist.lab.sources import RowChoice, StoredTeacher, TeacherTexts, WrittenTargets
+from miniverl_dist.lab.teacher_cache import TEACHER_CACHE, CacheIdentity, TeacherCache
+from miniverl_dist.ports import TargetSource
+from miniverl_dist.schemas.batch import IntArray
+from miniverl_dist.schemas.seeds import derive_seed
+from miniverl_dist.schemas.trajectory import Trajectory
+from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
+from miniverl_dist.tokens.tokenizer import TokenizerLike
+from miniverl_dist.training.target_rows import trained_mask
+from teacher_server.scorer import CausalLM, load_model
+from teacher_server.views import TeacherView, teacher_view
+
+
+@dataclass(frozen=True)
+class LabParts:
+    """What a run over whole distributions has beside the others."""
+
+    rows: RowLoss
+    """For the student's backend."""
+    targets: TargetSource
+    """For the loop."""
+    memory: MemoryChoice | None
+    """None where there is no teacher."""
+
+
+def build_lab(
+    config: RunConfig,
+    side: StudentSide,
+    vocabulary: AnyVocabulary,
+    run_dir: Path,
+    *,
+    student_bytes: int,
+    on_refused: Callable[[str, str], None],
+) -> LabParts | None:
+    """The lab's parts; None under an objective that has none.
+
+    Args:
+        config: Of the run.
+        side: The student's half.
+        vocabulary: Of the student's head.
+        run_dir: Where a fitted teacher and the teacher cache lie.
+        student_bytes: What the student and its optimizer take.
+        on_refused: Told of each trajectory without targets, and why.
+
+    Raises:
+        ConfigError: the teacher does not fit beside the student although it must.
+        StaleCacheError: the run's teacher cache was made with something else.
+    """
+    distill = config.row_loss
+    if distill is None:
+        return None
+    choice = RowChoice(
+        config.selection,
+        derive_seed(config.seed, "selection"),
+        lambda trajectory: trained_mask(trajectory, is_online=config.is_online),
+    )
+    if not distill.needs_teacher:
+        return LabParts(RowLoss(distill, vocabulary), WrittenTargets(choice), None)
+    parts = _TeacherParts(config, distill, side, vocabulary, run_dir)
+    return parts.build(choice, student_bytes, on_refused)
+
+
+class _TeacherParts:
+    """Builds the parts around one teacher."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        distill: DistillConfig,
+        side: StudentSide,
+        vocabulary: AnyVocabulary,
+        run_dir: Path,
+    ) -> None:
+        if config.teacher is None or config.teacher.model is None:
+            raise ConfigError("distill needs teacher.model")
+        self._config, self._distill, self._side = config, distill, side
+        self._vocabulary, self._run_dir = vocabulary, run_dir
+        self._teacher: TeacherConfig = config.teacher
+        self._tokenizer = teacher_tokenizer(self._teacher, run_dir)
+        self._renderer = Renderer(self._teacher, side, self._tokenizer)
+        self._shared: IntArray | None = None
+
+    def build(
+        self, choice: RowChoice, student_bytes: int, on_refused: Callable[[str, str], None]
+    ) -> LabParts:
+        """Choose where the teacher lives, and wire it."""
+        memory = choose(
+            self._config.memory,
+            self._distill,
+            self._estimate(student_bytes),
+            is_online=self._config.is_online,
+        )
+        resident = self._resident() if memory.strategy == "resident" else None
+        rows = RowLoss(self._distill, self._vocabulary, resident)
+        texts = TeacherTexts(
+            choice, self._view, max_tokens=self._max_tokens(), on_refused=on_refused
+        )
+        if resident is not None:
+            return LabParts(rows, texts, memory)
+        store = TeacherCache.open(
+            self._run_dir / TEACHER_CACHE, self._identity(choice), create=True
+        )
+        source = StoredTeacher(texts, self._loaded, store, str(choice), self._kept_versions())
+        return LabParts(rows, source, memory)
+
+    def _kept_versions(self) -> int | None:
+        """Those since the last commit: a resumed run trains on their batches again."""
+        if not self._config.is_online:
+            return None
+        return self._config.checkpoint.every_n_steps * self._config.loop.num_minibatches + 1
+
+    @property
+    def _folder(self) -> Path:
+        model = self._teacher.model
+        return model.path if isinstance(model, HFModelConfig) else self._run_dir / TEACHER_FOLDER
+
+    def _model(self) -> CausalLM:
+        model = self._teacher.model
+        dtype = model.dtype if isinstance(model, HFModelConfig) else "float32"
+        device = self._device if isinstance(model, HFModelConfig) else "cpu"
+        return load_model(self._folder, dtype=dtype, device=device)
+
+    @property
+    def _device(self) -> str:
+        """Of the student: a teacher of transformers is loaded beside it."""
+        model = self._config.student.model
+        if not isinstance(model, HFStudentConfig):
+            return "cpu"
+        from miniverl_dist.backends.hf_model import device_of
+
+        return str(device_of(model))
+
+    def _resident(self) -> ResidentTeacher:
+        if self._shared is None:
+            self._shared = shared_ids(
+                self._side.tokenizer, self._tokenizer, self._renderer.turn_ends
+            )
+        return ResidentTeacher(
+            self._model(), self._shared, self._vocabulary, self._distill, device=self._device
+        )
+
+    @contextmanager
+    def _loaded(self) -> Iterator[ResidentTeacher]:
+        teacher = self._resident()
+        try:
+            yield teacher
+        finally:
+            del teacher
+            gc.collect()  # before the student's update asks for the memory
+
+    def _view(self, trajectory: Trajectory) -> TeacherView:
+        rendering = self._renderer.render(trajectory, every_written=not self._config.is_online)
+        return teacher_view(
+            trajectory,
+            rendering,
+            student=self._side.tokenizer,
+            teacher=self._tokenizer,
+            turn_ends=self._renderer.turn_ends,
+        )
+
+    def _max_tokens(self) -> int:
+        model = self._teacher.model
+        if isinstance(model, HFModelConfig):
+            return self._teacher.max_prefill_tokens
+        assert model is not None
+        return min(self._teacher.max_prefill_tokens, model.max_context_tokens)
+
+    def _estimate(self, student_bytes: int) -> Estimate:
+        rows = len(self._vocabulary) + _num_rows(self._tokenizer)
+        return Estimate(
+            student_bytes=student_bytes,
+            teacher_bytes=sum(path.stat().st_size for path in _weight_files(self._folder)),
+            chunk_bytes=2 * 4 * self._config.loss.chunk_size * rows,
+        )
+
+    def _identity(self, choice: RowChoice) -> CacheIdentity:
+        return CacheIdentity(
+            teacher=self._teacher.tokenizer,
+            teacher_checksum=_checksum(_weight_files(self._folder)),
+            student_fingerprint=self._side.tokenizer.fingerprint,
+            teacher_fingerprint=self._tokenizer.fingerprint,
+            mode=self._teacher.mode,
+            rendering=self._teacher.rendering,
+            top_k=self._distill.top_k,
+            temperature=self._distill.temperature,
+            selection=str(choice),
+        )
+
+
+def _num_rows(tokenizer: TokenizerLike) -> int:
+    return len(tokenizer.ids) if isinstance(tokenizer, SubVocabulary) else tokenizer.vocab_size
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _checksum(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

@@ -1,0 +1,131 @@
+"""Stored episodes as a source of trajectories: what ``sft`` and ``offline_kd`` learn from.
+
+The loop asks for an episode of a task as it would ask an engine. Which one it gets depends on the
+place in the FIFO alone, so a resumed run goes on with the same ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from miniverl_dist.config.problems import explain_in_line
+from miniverl_dist.errors import ConfigError, RecordError, TokenizerMismatchError
+from miniverl_dist.ports import Assignment, ScoredTrajectory
+from miniverl_dist.schemas.seeds import derive_seed
+from miniverl_dist.schemas.trajectory import HARNESS_TERMINATIONS, Trajectory
+
+
+class StoredEpisodes:
+    """Implements ``ports.RolloutSource`` over trajectories that exist already.
+
+    Args:
+        trajectories: At least one for each task that is asked for.
+        seed: Of the order within a task.
+        group_size: Episodes asked for at each place.
+    """
+
+    def __init__(self, trajectories: Iterable[Trajectory], *, seed: int, group_size: int) -> None:
+        self._by_task: defaultdict[str, list[Trajectory]] = defaultdict(list)
+        for trajectory in trajectories:
+            self._by_task[trajectory.task_id].append(as_demonstration(trajectory))
+        self._seed, self._group_size = seed, group_size
+
+    @property
+    def task_ids(self) -> tuple[str, ...]:
+        """Tasks with at least one episode, in the order of their first."""
+        return tuple(self._by_task)
+
+    async def rollout(self, assignment: Assignment, member: int) -> Trajectory:
+        """See ``RolloutSource``: the next episode of the task in its seeded order.
+
+        Raises:
+            ConfigError: there is none of this task.
+        """
+        told = self._by_task.get(assignment.task_id)
+        if not told:
+            raise ConfigError(
+                f"demonstrations hold no episode of task {assignment.task_id!r}; leave it out of "
+                "tasks.train"
+            )
+        index = assignment.ticket * self._group_size + member
+        epoch, place = divmod(index, len(told))
+        order = sorted(
+            told, key=lambda one: derive_seed(self._seed, "demo", epoch, one.trajectory_id)
+        )
+        return order[place].model_copy(update={"group_id": assignment.group_id})
+
+
+def as_demonstration(trajectory: Trajectory) -> Trajectory:
+    """The episode as a text that somebody wrote: nothing in it was sampled by this student."""
+    spans = tuple(
+        span.model_copy(update={"sampled": False, "weight_versions": ()})
+        for span in trajectory.spans
+    )
+    size = len(trajectory.token_ids)
+    return trajectory.model_copy(
+        update={
+            "spans": spans,
+            "loss_mask": (False,) * size,
+            "rollout_logprobs": np.full(size, np.nan),
+            "routed_experts": None,
+        }
+    )
+
+
+def read_episodes(path: Path, *, tokenizer_fingerprint: str, only_passed: bool) -> list[Trajectory]:
+    """Episodes of a run's ``trajectories.jsonl``, under ids that are unique.
+
+    Args:
+        path: The file; each line is a trajectory, or one with its teacher score.
+        tokenizer_fingerprint: Of the student that will read them.
+        only_passed: Leave out what the verifier did not pass.
+
+    Raises:
+        ConfigError: no such file, or nothing in it that can be learned from.
+        RecordError: a line that is no trajectory, with its number.
+        TokenizerMismatchError: ids of another tokenizer.
+    """
+    kept: list[Trajectory] = []
+    for number, trajectory in _lines(path):
+        if trajectory.tokenizer_fingerprint != tokenizer_fingerprint:
+            raise TokenizerMismatchError(
+                f"{path.name} line {number}: ids of tokenizer "
+                f"{trajectory.tokenizer_fingerprint[:12]}, the student reads "
+                f"{tokenizer_fingerprint[:12]}"
+            )
+        if trajectory.termination in HARNESS_TERMINATIONS or not (
+            trajectory.passed or not only_passed
+        ):
+            continue
+        name = f"{trajectory.trajectory_id}@{number}"  # ids are unique within their run's step
+        kept.append(trajectory.model_copy(update={"trajectory_id": name}))
+    if not kept:
+        raise ConfigError(
+            f"demonstrations.trajectories: {path.name} holds no episode to learn from"
+            + (" (only_passed leaves out what did not pass)" if only_passed else "")
+        )
+    return kept
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Trajectory]]:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"demonstrations.trajectories: cannot read {path.name}: {error}"
+        ) from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            member = ScoredTrajectory.model_validate_json(line)
+        except ValidationError as error:
+            raise RecordError(
+                f"{path.name} line {number}: {explain_in_line(error, ScoredTrajectory)}"
+            ) from None
+        yield number, member.trajectory

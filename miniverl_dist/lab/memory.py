@@ -1,0 +1,110 @@
+"""Whether student and teacher are in memory at once: estimate, choice and reason; torch-free.
+
+The choice is about memory alone. Where the objective needs the teacher during the update, ``auto``
+never trades it for another objective: it is an error that says what does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from miniverl_dist.config.lab import DistillConfig, MemoryConfig
+from miniverl_dist.errors import ConfigError
+
+BYTES_PER_TRAINED_PARAMETER = 16
+"""float32 weight, gradient and two moments."""
+BYTES_PER_FROZEN_PARAMETER = 4
+"""float32 weight: a reference policy."""
+SHARE_OF_FREE = 0.8
+"""Of the machine's free memory; the rest is for activations and everybody else."""
+Strategy = Literal["resident", "swap"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of a run's largest holders."""
+
+    student_bytes: int
+    """Weights, gradients, moments, and a frozen reference where there is one."""
+    teacher_bytes: int
+    """Weights."""
+    chunk_bytes: int
+    """One chunk of logits of both, and its gradient."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """All at once."""
+        return self.student_bytes + self.teacher_bytes + self.chunk_bytes
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """A strategy with its reason; goes into events and manifest."""
+
+    strategy: Strategy
+    reason: str
+
+
+def choose(
+    memory: MemoryConfig,
+    distill: DistillConfig,
+    estimate: Estimate,
+    *,
+    is_online: bool,
+    free_bytes: int | None = None,
+) -> MemoryChoice:
+    """The strategy of a run.
+
+    Args:
+        memory: What the recipe asks for.
+        distill: Support decides whether the teacher can be let go.
+        estimate: Of the run.
+        is_online: Whether the student samples; stored episodes are asked about once.
+        free_bytes: Memory to plan with; None asks the config, then the machine.
+
+    Raises:
+        ConfigError: the objective needs both in memory, and they do not fit.
+    """
+    limit = memory.limit_bytes or free_bytes or int(available_bytes() * SHARE_OF_FREE)
+    needed = (
+        f"student {_mib(estimate.student_bytes)}, teacher {_mib(estimate.teacher_bytes)} and one "
+        f"chunk {_mib(estimate.chunk_bytes)} of {_mib(limit)}"
+    )
+    fits = estimate.resident_bytes <= limit
+    if memory.strategy != "auto":
+        return MemoryChoice(memory.strategy, f"as the recipe says; {needed}")
+    if distill.support == "exact_full_vocab":
+        if not fits:
+            raise ConfigError(
+                f"memory.strategy auto: exact_full_vocab needs student and teacher at once, but "
+                f"they do not fit ({needed}): use distill.support top_k_tail, or a smaller "
+                "loss.chunk_size"
+            )
+        return MemoryChoice(
+            "resident", f"exact_full_vocab needs the teacher in the update; {needed}"
+        )
+    if not is_online:
+        return MemoryChoice("swap", f"stored episodes are asked about once and kept; {needed}")
+    if fits:
+        return MemoryChoice("resident", f"both fit: {needed}")
+    return MemoryChoice("swap", f"both do not fit: {needed}")
+
+
+def available_bytes() -> int:
+    """Memory this process may still take: the machine's, or its container's if that is less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = meminfo.read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    if limit.exists() and limit.read_text().strip() != "max":
+        found.append(int(limit.read_text()) - int(used.read_text()))
+    return max(min(found), 0)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
