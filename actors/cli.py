@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
+from actors.cache_commands import cache
 from miniverl_dist.errors import ConfigError, MiniverlError
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ class Form(StrEnum):
 
     VALIDATED = "validated"
     RESOLVED = "resolved"
+
+
+class ExportForm(StrEnum):
+    """What an exported folder holds."""
+
+    HF = "hf"
+    ADAPTER = "adapter"
 
 
 class Commands(TyperGroup):
@@ -82,9 +90,18 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option(help="New run directory; default runs/NAME, or NAME-2, …")
     ] = None,
+    warm_start: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Start from the weights of a run, checkpoint or student folder (nothing else).",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Start a run."""
+    if warm_start is not None:
+        override = [*(override or []), f"student.warm_start={json.dumps(os.fspath(warm_start))}"]
     loaded = _load(config, override)
     folder = run_dir or _free_folder(loaded.config.name)
     from actors import launch
@@ -103,6 +120,30 @@ def resume(run: RunFolder, as_json: AsJson = False) -> None:
     with _progress(as_json) as progress:
         summary = launch.resume(run, progress=progress)
     _show_run(run, summary, as_json=as_json)
+
+
+@app.command()
+def benchmark(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="Arms over seeds (YAML).")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of its runs; default runs/NAME. Goes on there.")
+    ] = None,
+    report_only: Annotated[
+        bool, typer.Option(help="Run nothing; write the report of what has finished.")
+    ] = False,
+) -> None:
+    """Compare arms over seeds; finished runs are kept, others resumed."""
+    from actors.arms import run_benchmark
+    from miniverl_dist.config.arms import load_benchmark
+
+    loaded = load_benchmark(plan_file)
+    folder = output or RUNS / loaded.config.name
+    shown, is_complete = run_benchmark(
+        loaded, folder, lambda line: typer.echo(line, err=True), report_only=report_only
+    )
+    typer.echo(shown, nl=False)
+    if not (is_complete or report_only):
+        raise SystemExit(EXIT_PROBLEM)
 
 
 @app.command("eval")
@@ -249,8 +290,29 @@ def report(
     typer.echo(f"wrote {written.summary} and {written.page}")
 
 
+@app.command()
+def export(
+    run: RunFolder,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="New folder.")],
+    form: Annotated[
+        ExportForm,
+        typer.Option("--format", help="hf: whole weights, adapters merged; adapter: LoRA alone."),
+    ] = ExportForm.HF,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's student as a folder that transformers, or peft, loads."""
+    from actors.export import export_run
+
+    written = export_run(run, output, form.value)
+    if as_json:
+        typer.echo(json.dumps({"result": written}))
+        return
+    typer.echo(f"{written['checkpoint']['name']} as {written['format']}: {output}")
+
+
 serve = typer.Typer(cls=Commands, help="Serve one role of a run by itself.", no_args_is_help=True)
 app.add_typer(serve, name="serve")
+app.add_typer(cache, name="cache")
 
 
 @serve.command("teacher")

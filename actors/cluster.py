@@ -10,7 +10,7 @@ weights   ranks -> engines                       -> `publish.RayWeightStore`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,6 +112,8 @@ class RayServer:
 class ClusterActor(SingleActor):
     """Builds the parts of one run on a Ray cluster."""
 
+    _are_started = False
+
     @asynccontextmanager
     async def reserved(self) -> AsyncIterator[None]:
         """See `SingleActor.reserved`: a connection to Ray and the places of all actors.
@@ -136,19 +138,43 @@ class ClusterActor(SingleActor):
         async with AsyncExitStack() as stack:
             self._recorder.sinks.append(RayMetrics(self._recorder.run.path.name))
             prefixes = PrefixScores()
-            start = _Starter(self._config, self._run_dir, self._placed, prefixes)
+            start = _Starter(
+                self._config, self._run_dir, self._placed, prefixes, self._has_started
+            )
             students = RankPool(
                 start.ranks, self._budget(), deadline_s=self._config.deadlines.update_s
             )
             stack.push_async_callback(students.close)
             rollouts = self._rollout_pool(start)
             stack.push_async_callback(rollouts.close)
-            self._recorder.progress.phase("starting the pools")
+            teacher = None
+            if with_scorer and self._is_teacher_elsewhere:
+                # Asked first: what is wrong with it shows before anything large is loaded.
+                teacher = await self._teacher(stack, start, prefixes)
+            self._recorder.progress.phase("starting the pools", self._num_starts)
             _, hosts = await asyncio.gather(students.open(), rollouts.open())
-            teacher = await self._teacher(stack, start, prefixes) if with_scorer else None
+            if with_scorer and not self._is_teacher_elsewhere:
+                teacher = await self._teacher(stack, start, prefixes)
+            self._are_started = True
             self._weights = self._weight_store(students, rollouts, hosts)
             ports = self._ports(students, self._weights, rollouts.source("training"), teacher)
             yield Parts(ports, self._evaluator(rollouts.source("evaluation"), tail_calls))
+
+    @property
+    def _is_teacher_elsewhere(self) -> bool:
+        return self._config.teacher is not None and self._config.teacher.url is not None
+
+    @property
+    def _num_starts(self) -> int:
+        """Rank groups, engines and teacher servers that have to come up."""
+        cluster, teacher = self._config.cluster, self._config.teacher
+        has_servers = self._config.uses_teacher and not self._is_teacher_elsewhere
+        num_servers = cluster.teacher.num_actors if teacher is not None and has_servers else 0
+        return 1 + cluster.rollout.num_actors + num_servers
+
+    def _has_started(self, who: str) -> None:
+        if not self._are_started:  # what is started anew later belongs to no phase
+            self._recorder.progress.advance(1, f"{who} has started")
 
     def _budget(self) -> RestartBudget:
         return RestartBudget(self._config.cluster, self._clock)
@@ -220,9 +246,14 @@ class _Starter:
     """Starts actors in their reserved places, each within one deadline."""
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, placed: PlacedGroups, prefixes: PrefixScores
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        placed: PlacedGroups,
+        prefixes: PrefixScores,
+        has_started: Callable[[str], None],
     ) -> None:
-        self._prefixes = prefixes
+        self._prefixes, self._has_started = prefixes, has_started
         self._config, self._run_dir, self._placed = config, run_dir.resolve(), placed
         self._deadline_s = config.cluster.start_deadline_s
         self._addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
@@ -250,6 +281,7 @@ class _Starter:
             where = await self._bounded(listening, "rank 0", StudentLostError)
             met = asyncio.gather(*ranks.call("start", *where))
             await self._bounded(met, "the student's ranks", StudentLostError)
+            self._has_started(f"the student ({world_size} ranks)")
         except BaseException:
             await ranks.end()
             raise
@@ -283,10 +315,12 @@ class _Starter:
 
     async def _ready(self, handle: Any, call: Awaitable[Any], name: str) -> Any:  # noqa: ANN401
         try:
-            return await self._bounded(remote(call, name, EngineLostError), name, EngineLostError)
+            ready = await self._bounded(remote(call, name, EngineLostError), name, EngineLostError)
         except BaseException:
             ray.kill(handle)
             raise
+        self._has_started(name)
+        return ready
 
     async def _bounded(
         self, work: Awaitable[Result], who: str, lost: type[MiniverlError]

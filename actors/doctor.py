@@ -21,6 +21,10 @@ LOCAL_HINT: Final = "pip install 'miniverl-dist[local]'"
 RAY_HINT: Final = "pip install 'miniverl-dist[ray]'"
 MEGATRON_HINT = "scripts/install_megatron.sh"
 BFCL_HINT: Final = "scripts/install_bfcl.sh"
+SGLANG_HINT: Final = "scripts/install_sglang.sh"
+SGLANG_ENVIRONMENT: Final = Path(".venv-sglang")
+"""Where the script installs it; a recipe names its interpreter as ``rollout.engine.python``."""
+AMX_FLAG: Final = "amx_tile"
 BASE_PACKAGES: Final = (
     "aiohttp",
     "jinja2",
@@ -81,6 +85,7 @@ def run_checks() -> list[Check]:
         installed("ray", RAY_HINT, needed=False),
         installed("megatron-core", MEGATRON_HINT, needed=False),
         installed("transformer-engine", "only CUDA machines need it: docker/", needed=False),
+        sglang(SGLANG_ENVIRONMENT, cpu_flags()),
         memory(memory_limit_bytes()),
         threads(
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -142,6 +147,39 @@ def bfcl_tasks(folder: Callable[[], Path]) -> Check:
     if num_tasks != NUM_BFCL_TASKS:
         return Check(name, Status.MISSING, f"{num_tasks} of {NUM_BFCL_TASKS} tasks", BFCL_HINT)
     return Check(name, Status.OK, f"{num_tasks} tasks, bfcl-eval {metadata.version('bfcl-eval')}")
+
+
+def cpu_flags() -> frozenset[str] | None:
+    """What this machine's CPUs can do; None where nothing says."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return None
+    found = re.search(r"^flags\s*:(.*)$", path.read_text(), re.MULTILINE)
+    return frozenset(found[1].split()) if found else None
+
+
+def sglang(environment: Path, flags: frozenset[str] | None, *, has_gpu: bool | None = None) -> Check:
+    """SGLang in this environment or in one of its own, and whether this machine's CPUs suit it.
+
+    Args:
+        environment: The other one.
+        flags: Of the CPUs; see `cpu_flags`.
+        has_gpu: Whether it will run on a GPU instead; None looks for one.
+    """
+    own = next(iter(environment.glob("lib/python3*/site-packages/sglang-*.dist-info")), None)
+    try:
+        found = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        if own is None:
+            return Check("sglang", Status.ABSENT, "not installed", SGLANG_HINT)
+        version = own.name.removesuffix(".dist-info").partition("-")[2]
+        found = f"{version}, {environment}/bin/python"
+    if has_gpu is None:
+        has_gpu = Path("/dev/nvidiactl").exists()
+    if has_gpu or flags is None or AMX_FLAG in flags:
+        return Check("sglang", Status.OK, found)
+    advice = "without a GPU or AMX it needs an overlay: docs/engines.md, On a CPU"
+    return Check("sglang", Status.WARNING, found, advice)
 
 
 def memory_limit_bytes() -> int | None:

@@ -13,11 +13,17 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.preflight import require_local_packages, require_student_files
+from actors.preflight import (
+    require_local_packages,
+    require_student_files,
+    require_teacher_files,
+)
 from actors.running import ActorFactory, Running
 from actors.single import SingleActor
+from actors.warm_start import require_warm_start
 from miniverl_dist import __version__
 from miniverl_dist.config.load import LoadedConfig, load_run_config
+from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import ConfigError, ResumeError
 from miniverl_dist.observability.environment import environment_record
 from miniverl_dist.observability.progress import Progress
@@ -56,6 +62,8 @@ def train(
     """
     require_local_packages(config.config)
     require_student_files(config.config)
+    require_teacher_files(config.config)
+    require_warm_start(config.config)
     with RunDirectory.create(run_dir) as run:
         config.save(run)
         run.write_json(ENVIRONMENT, environment_record())
@@ -75,6 +83,7 @@ def resume(
     """
     config = load_run_config(run_dir)
     require_local_packages(config.config)
+    require_teacher_files(config.config)
     with RunDirectory.open(run_dir, writable=True) as run:
         commits.discard_incomplete(run_dir / CHECKPOINTS)
         newest = commits.newest_checkpoint(run_dir / CHECKPOINTS)
@@ -114,6 +123,9 @@ def evaluate(
         output: Run directory of the job (made anew) or an existing run to add rows to.
         progress: Told what happens.
     """
+    problem = config.config.acting_teacher_problem
+    if "teacher" in policies and problem is not None:
+        raise ConfigError(f"policy teacher: {problem}")
     require_local_packages(config.config)
     require_student_files(config.config)
     if "student" in policies and checkpoint is None:
@@ -216,6 +228,14 @@ def _evaluation_run(config: LoadedConfig, output: Path) -> Iterator[RunDirectory
         yield run
 
 
+def _warmup(recipe: RunConfig) -> dict[str, Any] | None:
+    """The supervised steps that the run takes itself."""
+    warmup = recipe.student.warmup
+    if warmup is None or recipe.student.warm_start is not None:
+        return None
+    return warmup.model_dump(mode="json")
+
+
 def _manifest(config: LoadedConfig) -> dict[str, Any]:
     recipe = config.config
     return {
@@ -225,7 +245,8 @@ def _manifest(config: LoadedConfig) -> dict[str, Any]:
         "policy_label": recipe.policy_label,
         "config_digest": config.digest,
         "seed": recipe.seed,
-        "warmup": recipe.student.warmup.model_dump(mode="json") if recipe.student.warmup else None,
+        "warmup": _warmup(recipe),
+        "warm_start": None,
         "roles": {},
         "environment": {},
         "created_s": time.time(),

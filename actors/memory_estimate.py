@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from actors.hf_files import read_hf_files
 from actors.placement import RankPlace
 from actors.sharding import RankParameters, Sharding
 from miniverl_dist.backends.megatron.architecture import Architecture
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import HFEngineConfig, SGLangEngineConfig
-from miniverl_dist.config.roles import MegatronModelConfig
+from miniverl_dist.config.roles import HFStudentConfig, MegatronModelConfig
 
 GIB: Final = 2**30
 DTYPE_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
@@ -281,3 +282,44 @@ def _states(arch: Architecture, dtype_bytes: int) -> int:
     channels = 2 * linear.key_dim + linear.value_dim
     window = channels * (linear.conv_kernel - 1) * dtype_bytes
     return arch.layer_kinds.count("linear_attention") * (matrix + window)
+
+
+QUANTIZED_BYTES: Final[Mapping[str, float]] = {"int8": 1.0, "nf4": 0.5}
+"""Per weight, without the scales."""
+
+
+def hf_student_bytes(config: RunConfig, model: HFStudentConfig) -> int:
+    """Weights, gradients, optimizer and reference of an hf student, before any activation.
+
+    Raises:
+        ConfigError: the folder holds no such model.
+    """
+    files = read_hf_files(model.path)
+    size, trained = DTYPE_BYTES[model.dtype], files.num_trained(model)
+    weights = files.num_parameters * QUANTIZED_BYTES.get(model.quantization, size)
+    each = GRADIENT_BYTES + MOMENT_BYTES
+    if model.lora is not None:
+        each += MASTER_BYTES  # adapters are float32
+    elif model.dtype != "float32":
+        each += MASTER_BYTES
+    reference = 0
+    if config.loss.kl_coef:
+        reference = trained * (MASTER_BYTES if model.lora is not None else size)
+    return int(weights) + trained * each + reference
+
+
+def hf_note(config: RunConfig, model: HFStudentConfig) -> str:
+    """What can be said of an hf student's size from its files.
+
+    Raises:
+        ConfigError: the folder holds no such model.
+    """
+    files = read_hf_files(model.path)
+    engine = files.num_parameters * DTYPE_BYTES[model.dtype]
+    return (
+        f"hf student {model.path.name}: {files.num_parameters:,} weights, of which "
+        f"{files.num_trained(model):,} numbers are trained; about "
+        f"{size_text(hf_student_bytes(config, model))} for weights, gradients, optimizer and "
+        f"reference, {size_text(engine)} for its engine on the same device, and activations and "
+        "caches beside them"
+    )

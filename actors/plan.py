@@ -21,6 +21,7 @@ from actors.memory_estimate import (
     RankMemory,
     StudentMemory,
     engine_memory,
+    hf_note,
     longest_microbatch,
     longest_sequence,
     size_text,
@@ -35,11 +36,17 @@ from actors.placement import (
     placement_plan,
     rank_coordinates,
 )
+from actors.plan_notes import engine_load_text, recipe_notes
 from actors.sharding import Sharding, num_buckets
 from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import SGLangEngineConfig
-from miniverl_dist.config.roles import MegatronModelConfig
+from miniverl_dist.config.roles import (
+    HFStudentConfig,
+    MegatronModelConfig,
+    TeacherConfig,
+    ToyModelConfig,
+)
 from miniverl_dist.errors import ConfigError, PlacementError
 
 DEFAULT_GPU_GIB: Final = 80.0
@@ -75,6 +82,8 @@ class Publish:
     how: str
     moved_bytes: int
     """Over all links together, at most."""
+    into_servers: str
+    """How SGLang's servers get what their actors have received; empty for other engines."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,8 @@ def make_plan(
     placement = placement_plan(config)
     fit = feasibility(placement, nodes) if nodes else None
     model = config.student.model
+    if isinstance(model, HFStudentConfig):
+        return _assemble(config, placement, fit, None, notes=(hf_note(config, model),))
     if not isinstance(model, MegatronModelConfig):
         note = "a toy student is sized by its vocabulary, which is known once the tasks are read"
         return _assemble(config, placement, fit, None, notes=(note,))
@@ -192,7 +203,7 @@ def _assemble(
         engine=None if student is None else student.engine,
         publish=None if student is None else student.publish(),
         phases=tuple(_phases(config, student)),
-        notes=(*notes, *(() if student is None else student.notes())),
+        notes=(*notes, *recipe_notes(config), *(() if student is None else student.notes())),
         problems=tuple(problems),
     )
 
@@ -252,7 +263,9 @@ class _StudentPlan:
         engines = self.engine.num_engines
         how, times = _TRANSPORTS[setting.transport]
         rounds = max(num_buckets(tensors, setting.bucket_bytes) for tensors in stages)
-        return Publish(setting.transport, total, rounds, engines, how, total * (engines + times))
+        moved = total * (engines + times)
+        into_servers = engine_load_text(self.config, total)
+        return Publish(setting.transport, total, rounds, engines, how, moved, into_servers)
 
     def notes(self) -> Iterator[str]:
         """What a reader should know, though it is no fault."""
@@ -353,12 +366,24 @@ def _phases(config: RunConfig, student: _StudentPlan | None) -> Iterator[Phase]:
         "rollout", rollout_place, f"{what}turns x {rollout.max_new_tokens} new tokens", tokens
     )
     if config.uses_teacher and config.teacher is not None:
-        at_once = max(1, config.teacher.max_inflight_tokens // length)
-        what = f"{episodes} texts as they finish, at most {at_once} at once"
-        yield Phase("score", _where(config, Role.TEACHER), f"{what} at full length", tokens)
+        yield _scoring(config, config.teacher, episodes)
     yield Phase("batch", "driver", "align, credit, advantage, pack")
     yield from _update_phases(config, student, tokens)
     yield from _after_update(config, student)
+
+
+def _scoring(config: RunConfig, teacher: TeacherConfig, episodes: int) -> Phase:
+    """Lengths are those of the teacher's tokens, which are not the student's."""
+    longest = teacher.max_prefill_tokens
+    if isinstance(teacher.model, ToyModelConfig):
+        longest = min(longest, teacher.model.max_context_tokens)
+    what = f"{episodes} texts as they finish"
+    if teacher.url is not None:
+        at_once = max(1, teacher.max_inflight_tokens // longest) * len(teacher.all_urls)
+        what += (
+            f", at most {at_once} at once at the longest that is sent, {longest:,} teacher tokens"
+        )
+    return Phase("score", _where(config, Role.TEACHER), what, episodes * longest)
 
 
 def _update_phases(config: RunConfig, student: _StudentPlan | None, tokens: int) -> Iterator[Phase]:

@@ -44,6 +44,7 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
             f"publish ({sent.transport}): {size_text(sent.total_bytes)} in {sent.num_buckets} "
             f"bucket(s) to {sent.num_engines} engine(s), {sent.how}; "
             f"at most {size_text(sent.moved_bytes)} over all links"
+            + (f"; {sent.into_servers}" if sent.into_servers else "")
         )
     yield _phases(plan)
     for note in plan.notes:

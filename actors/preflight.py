@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+from actors.hf_files import require_hf_student
 from actors.student_side import routing_shape
 from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import EngineConfig, SGLangEngineConfig
-from miniverl_dist.config.roles import MegatronModelConfig
+from miniverl_dist.config.roles import HFModelConfig, HFStudentConfig, MegatronModelConfig
 from miniverl_dist.errors import ConfigError, MissingDependencyError
+from miniverl_dist.generate_api.headers import read_headers_file
 from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 
@@ -47,6 +50,8 @@ def require_student_files(config: RunConfig) -> None:
             the parallelism; an engine that cannot be launched.
     """
     model = config.student.model
+    if isinstance(model, HFStudentConfig):
+        require_hf_student(config, model)
     if not isinstance(model, MegatronModelConfig):
         return
     architecture = read_architecture(model.config)
@@ -62,6 +67,43 @@ def require_student_files(config: RunConfig) -> None:
         )
     if config.runtime != "cluster" or config.cluster.address == "local":
         require_engine(config.rollout.engine)  # else engines stand on other machines
+
+
+def require_teacher_files(config: RunConfig) -> None:
+    """Fail before anything is written when what the teacher's client reads is not there.
+
+    Raises:
+        ConfigError: names the field and what it has to hold.
+    """
+    teacher = config.teacher
+    if teacher is None or not (config.uses_teacher or config.uses_targets):
+        return
+    is_here = config.cluster.address == "local"
+    if config.runtime == "single_actor" and not is_here:
+        return  # the actor reads them, on another machine
+    if teacher.headers_file is not None:
+        try:
+            read_headers_file(teacher.headers_file)
+        except ConfigError as error:
+            raise ConfigError(
+                f"teacher.headers_file: {error}; it holds one header a line, for a server with a "
+                "token `Authorization: Bearer TOKEN`"
+            ) from None
+    if teacher.vocabulary is not None and not teacher.vocabulary.is_file():
+        raise ConfigError(
+            f"teacher.vocabulary: there is no file {teacher.vocabulary}; it is the "
+            "teacher-vocabulary.json of the run that fitted the toy teacher behind `url`"
+        )
+    model = teacher.model
+    needs_model = isinstance(model, HFModelConfig) and (config.runtime != "cluster" or is_here)
+    if isinstance(model, HFModelConfig) and needs_model and not _is_model_folder(model.path):
+        raise ConfigError(
+            f"teacher.model.path: {model.path} holds no Hugging Face model (no config.json)"
+        )
+
+
+def _is_model_folder(path: Path) -> bool:
+    return (path / "config.json").is_file()
 
 
 def require_engine(engine: EngineConfig | None) -> None:
@@ -99,9 +141,13 @@ def require_rows(architecture: Architecture, name: str, tokenizer: TokenizerLike
 
 
 def _needed(config: RunConfig) -> Iterator[str]:
-    yield from ("torch", "tokenizers", "bfcl_eval")
+    yield from ("torch", "tokenizers")
+    if config.environment.kind == "bfcl":
+        yield "bfcl_eval"
     if config.student.model.kind == "megatron":
         yield from ("megatron", "transformers")
+    if config.student.model.kind == "hf":
+        yield "transformers"
     if config.runtime != "inprocess":
         yield "ray"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.single import SingleActor
+from actors.warm_start import provenance
 from miniverl_dist.config.load import LoadedConfig
 from miniverl_dist.errors import MiniverlError
 from miniverl_dist.observability.clock import SystemClock
@@ -48,6 +49,11 @@ class Running:
 
     def request_stop(self) -> None:
         """End in order; while parts are still being prepared, as soon as they are."""
+        if not self._is_stopped:
+            self._progress.message(
+                "stop requested: the run ends in order after "
+                + ("its step" if self._trainer is not None else "its parts have started")
+            )
         self._is_stopped = True
         if self._trainer is not None:
             self._trainer.request_stop()
@@ -73,8 +79,12 @@ class Running:
         actor = self._actor
         async with actor.reserved():
             await actor.prepare()
-            provenance = actor.side.environment.provenance()
-            update_manifest(self._run, roles=actor.roles(), environment=provenance)
+            update_manifest(
+                self._run,
+                roles=actor.roles(),
+                environment=actor.side.environment.provenance(),
+                warm_start=provenance(self._run.path),
+            )
             async with actor.open() as parts:
                 self._trainer = await actor.trainer(parts, with_warmup=resume_from is None)
                 if self._is_stopped:

@@ -6,9 +6,12 @@ Once it answers, one JSON line is printed: ``{"url": ..., "port": ..., "model": 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from miniverl_dist.config.serve import (
     LocalTeacherService,
@@ -17,6 +20,7 @@ from miniverl_dist.config.serve import (
     TeacherServiceConfig,
 )
 from miniverl_dist.errors import ConfigError, EngineError
+from miniverl_dist.generate_api.bearer import read_secret
 from teacher_server.launch_sglang import attached_model, sglang_teacher
 from teacher_server.service import announcement, serve_local
 
@@ -35,12 +39,45 @@ def serve_teacher(config: TeacherServiceConfig, tell: Tell) -> None:
         tell(announcement(url, model))
 
     if isinstance(config, LocalTeacherService):
-        try:
-            asyncio.run(serve_local(config, announce))
-        except OSError as error:
-            raise ConfigError(f"{config.host}:{config.port}: {error}") from None
-    else:
-        asyncio.run(_serve_sglang(config, announce))
+        _require_secret("token_file", config.token_file)
+        _require_folder(config.model)
+        _require_free(config.host, config.port, "port")
+        asyncio.run(serve_local(config, announce))
+        return
+    if config.launch is not None:
+        _require_secret("launch.token_file", config.launch.token_file)
+        _require_free(config.launch.host, config.launch.port, "launch.port")
+    asyncio.run(_serve_sglang(config, announce))
+
+
+def _require_secret(field: str, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        read_secret(path)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
+
+
+def _require_folder(model: Path) -> None:
+    if not model.is_dir():
+        raise ConfigError(
+            f"model: {model} is no model folder: name one with `-o model=FOLDER`, a Hugging Face "
+            "folder or the toy teacher of a finished run (RUN/teacher)"
+        )
+
+
+def _require_free(host: str, port: int, field: str) -> None:
+    """Raise unless a server may listen there; another one's answers would pass for ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        other = " (0 picks a free one)" if field == "port" else ""
+        raise ConfigError(
+            f"{host}:{port}: {why or error}: choose another port with `-o {field}=PORT`{other}"
+        ) from None
 
 
 async def _serve_sglang(config: SglangTeacherService, announce: Callable[[str, str], None]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from actors.student_side import WRITE_CALLS, ActingModel, StudentSide, routing_shape, stage_for
-from actors.teacher_side import TEACHER_FOLDER, teacher_tokenizer
+from actors.teacher_side import TEACHER_FOLDER, teacher_chat, teacher_tokenizer
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import ToyModelConfig
 from miniverl_dist.errors import ConfigError
@@ -21,7 +21,6 @@ from miniverl_dist.schemas.trajectory import SamplingRecord
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from rollout_server.episode import EVALUATION_BUDGET, EpisodePlayer, EpisodeWatcher
 from rollout_server.policies import EnginePolicy, Policy, null_policy, oracle_policy
-from teacher_server.rendering import DeepSeekV4ChatFormat
 
 if TYPE_CHECKING:
     from rollout_server.engines.base import Engine
@@ -145,14 +144,11 @@ class EvaluationSources:
 
         teacher = self._config.teacher
         if teacher is None or not isinstance(teacher.model, ToyModelConfig):
-            raise ConfigError(
-                "the teacher can be evaluated as a policy only where it is a toy model in this "
-                "process; a teacher behind `url` or an HF model is asked for scores only"
-            )
+            raise ConfigError(f"policy teacher: {self._config.acting_teacher_problem}")
         tokenizer = teacher_tokenizer(teacher, self._run_dir)
         if not isinstance(tokenizer, SubVocabulary):
             raise ConfigError("teacher.fit is missing: a toy teacher must be fitted to act")
-        chat = DeepSeekV4ChatFormat(tokenizer)
+        chat = teacher_chat(teacher, tokenizer)
         engine = toy_engine(teacher.model, tokenizer, "teacher-0")
         await engine.load_weights(folder_snapshot(self._run_dir / TEACHER_FOLDER))
         policy = EnginePolicy(

@@ -11,9 +11,14 @@ import numpy as np
 from actors.tasks import make_environment, resolve_tasks
 from miniverl_dist.backends.megatron.architecture import read_architecture
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.roles import HFModelConfig, MegatronModelConfig, ToyModelConfig
+from miniverl_dist.config.roles import (
+    HFModelConfig,
+    HFStudentConfig,
+    MegatronModelConfig,
+    ToyModelConfig,
+)
 from miniverl_dist.environments.base import Environment
-from miniverl_dist.errors import ConfigError
+from miniverl_dist.errors import ConfigError, TokenizerError
 from miniverl_dist.ports import ChatFormat, Clock
 from miniverl_dist.schemas.routing import RoutingShape
 from miniverl_dist.schemas.seeds import derive_seed
@@ -34,7 +39,9 @@ WIRE_FORMAT = "qwen_xml"
 WRITE_CALLS = writer(WIRE_FORMAT)
 _CHAT_FORMATS: dict[str, Callable[[TokenizerLike], ChatFormat]] = {"qwen3.6": Qwen36ChatFormat}
 _OTHER_END = "<|endoftext|>"
-ActingModel = ToyModelConfig | HFModelConfig | MegatronModelConfig
+_CHATML = ("<|im_start|>", "<|im_end|>")
+"""Control tokens without which Qwen's turns cannot be written."""
+ActingModel = ToyModelConfig | HFModelConfig | HFStudentConfig | MegatronModelConfig
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,24 @@ def student_chat(config: RunConfig, tokenizer: TokenizerLike) -> ChatFormat:
         ConfigError: there is none.
     """
     make = _CHAT_FORMATS.get(config.student.tokenizer)
-    if make is None:
+    if make is not None:
+        return make(tokenizer)
+    missing = [token for token in _CHATML if not _has_special(tokenizer, token)]
+    if missing:
         raise ConfigError(
-            f"student.tokenizer: there is no chat format for {config.student.tokenizer!r}; "
-            f"known are {', '.join(sorted(_CHAT_FORMATS))}"
+            f"student.tokenizer: there is no chat format for {config.student.tokenizer!r}: it has "
+            f"no control token {' and no '.join(missing)}; known are "
+            f"{', '.join(sorted(_CHAT_FORMATS))}, and folders whose tokenizer has ChatML's tokens"
         )
-    return make(tokenizer)
+    return Qwen36ChatFormat(tokenizer)
+
+
+def _has_special(tokenizer: TokenizerLike, text: str) -> bool:
+    try:
+        tokenizer.special_id(text)
+    except TokenizerError:
+        return False
+    return True
 
 
 def stage_for(
@@ -84,7 +103,7 @@ def routing_shape(config: RunConfig) -> RoutingShape | None:
         ConfigError: they are to be, but the student has no experts.
     """
     model = config.student.model
-    if config.rollout.routing_replay == "off" or isinstance(model, ToyModelConfig):
+    if config.rollout.routing_replay == "off" or not isinstance(model, MegatronModelConfig):
         return None
     arch = read_architecture(model.config)
     if arch.experts is None:
@@ -98,7 +117,9 @@ def routing_shape(config: RunConfig) -> RoutingShape | None:
 def has_declared_vocabulary(config: RunConfig) -> bool:
     """Whether the student's softmax covers a declared part of its tokenizer only."""
     model = config.student.model
-    return isinstance(model, ToyModelConfig) or model.vocabulary == "restricted"
+    if isinstance(model, MegatronModelConfig):
+        return model.vocabulary == "restricted"
+    return isinstance(model, ToyModelConfig)
 
 
 def student_tokenizer(config: RunConfig, run_dir: Path) -> TokenizerLike:
@@ -159,7 +180,7 @@ def student_side(config: RunConfig, tokenizer: TokenizerLike) -> StudentSide:
         environment,
         train_ids,
         eval_ids,
-        (tokenizer.special_id(_OTHER_END),),
+        (tokenizer.special_id(_OTHER_END),) if _has_special(tokenizer, _OTHER_END) else (),
     )
 
 

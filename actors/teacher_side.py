@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.student_side import StudentSide, sft_seed
+from actors.student_side import WRITE_CALLS, StudentSide, sft_seed
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import HFModelConfig, SftConfig, TeacherConfig, ToyModelConfig
-from miniverl_dist.errors import ConfigError
+from miniverl_dist.errors import ConfigError, TokenizerMismatchError
 from miniverl_dist.generate_api.breaker import BreakerLimits, BreakerState
 from miniverl_dist.generate_api.client import ClientLimits, GenerateClient
 from miniverl_dist.generate_api.endpoints import OnBreaker
@@ -23,15 +23,30 @@ from miniverl_dist.observability.events import Event
 from miniverl_dist.ports import ChatFormat, Clock, TeacherScorer
 from miniverl_dist.schemas.messages import ToolSchema
 from miniverl_dist.schemas.running_episode import TokenRecord
+from miniverl_dist.schemas.trajectory import Trajectory
+from miniverl_dist.tokens.identity import base_of
 from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 from miniverl_dist.training.checkpoint import seal, verify_seal
 from miniverl_dist.training.sft import SftExample
+from rollout_server.chat_format import Qwen36ChatFormat
 from rollout_server.traces import Trace
-from teacher_server.client import HttpTeacher, LocalTeacher, TeacherIdentity
+from teacher_server.client import (
+    HttpTeacher,
+    LocalTeacher,
+    TeacherIdentity,
+    explained_at_start,
+)
 from teacher_server.prefix_scoring import KeptScores, PrefixScorer
-from teacher_server.rendering import DeepSeekV4ChatFormat, TeacherRendering, render
+from teacher_server.privileged import solution_text
+from teacher_server.rendering import (
+    DeepSeekV4ChatFormat,
+    OracleBlock,
+    TeacherRendering,
+    render,
+    turn_ends,
+)
 
 if TYPE_CHECKING:
     from teacher_server.scorer import PrefillScorer
@@ -52,46 +67,100 @@ TEACHER_SEAL_FILE = "teacher.json"
 """Checksums of the fitted teacher; written last, so a teacher without it was never finished."""
 
 
+_CHAT_FORMATS: dict[str, Callable[[TokenizerLike], ChatFormat]] = {
+    "deepseek-v4": DeepSeekV4ChatFormat,
+    "qwen3.6": Qwen36ChatFormat,
+}
+
+
+def teacher_chat(config: TeacherConfig, tokenizer: TokenizerLike) -> ChatFormat:
+    """The teacher's own roles; both formats ask for the wire form that the student writes.
+
+    Raises:
+        ConfigError: there is none for its tokenizer.
+    """
+    make = _CHAT_FORMATS.get(config.tokenizer)
+    if make is None:
+        raise ConfigError(
+            f"teacher.tokenizer: there is no chat format for {config.tokenizer!r}; known are "
+            f"{', '.join(sorted(_CHAT_FORMATS))}"
+        )
+    return make(tokenizer)
+
+
 class Renderer:
-    """Renders trajectories for the teacher; knows the tools that each task shows."""
+    """Renders trajectories for the teacher; knows the tools, and the oracle, of each task."""
 
     def __init__(self, config: TeacherConfig, side: StudentSide, teacher: TokenizerLike) -> None:
         self._mode, self._side, self._teacher = config.rendering, side, teacher
-        self.chat: ChatFormat | None = (
-            DeepSeekV4ChatFormat(teacher) if config.rendering == "native" else None
-        )
+        self._is_privileged = config.mode == "privileged_context"
+        self.chat = teacher_chat(config, teacher) if config.rendering == "native" else None
         self._tools: dict[str, Sequence[ToolSchema]] = {}
+        self._blocks: dict[tuple[str, int], OracleBlock] = {}
 
     def __call__(self, trajectory: TokenRecord) -> TeacherRendering:
         """See `teacher_server.rendering.render`."""
         return self.render(trajectory, every_written=False)
 
+    @property
+    def turn_ends(self) -> tuple[int, int] | None:
+        """Turn end ids of student and teacher; None where they do not stand for each other."""
+        return turn_ends(self._mode, self._side.chat, self.chat)
+
     def render(self, trajectory: TokenRecord, *, every_written: bool) -> TeacherRendering:
-        """Locate the sampled spans, or with ``every_written`` all that somebody wrote."""
+        """Locate the sampled spans, or with ``every_written`` all that somebody wrote.
+
+        Raises:
+            EnvironmentFaultError: the oracle's calls cannot be found out.
+        """
         return render(
             trajectory,
             mode=self._mode,
+            student_format=self._side.chat,
             teacher_format=self.chat,
-            student=self._side.tokenizer,
             teacher=self._teacher,
             tools=self._tools_of(trajectory.task_id),
-            turn_end_id=self._side.chat.turn_end_id,
             every_written=every_written,
+            block=self._block_of(trajectory) if self._is_privileged else None,
         )
 
     def _tools_of(self, task_id: str) -> Sequence[ToolSchema]:
         if task_id not in self._tools:
-            session = self._side.environment.start(task_id, prefix_calls=0)
-            self._tools[task_id] = session.tools()
-            session.close()
+            with closing(self._side.environment.start(task_id, prefix_calls=0)) as session:
+                self._tools[task_id] = session.tools()
         return self._tools[task_id]
+
+    def _block_of(self, trajectory: TokenRecord) -> OracleBlock:
+        """What the oracle does from where the policy took over."""
+        if not isinstance(trajectory, Trajectory):
+            raise ConfigError(
+                "teacher.mode privileged_context needs a finished trajectory, which says where the "
+                "policy took over: turn teacher.prefix_scoring off"
+            )
+        place = trajectory.task_id, trajectory.prefix_calls
+        if place not in self._blocks:
+            start = self._side.environment.start
+            with closing(start(place[0], prefix_calls=place[1])) as session:
+                self._blocks[place] = OracleBlock(
+                    solution_text(session.expert_tail(), WRITE_CALLS), len(session.opening())
+                )
+        return self._blocks[place]
 
 
 def declare_teacher_vocabulary(
     config: TeacherConfig, side: StudentSide, traces: Iterable[Trace]
 ) -> SubVocabulary:
-    """Real ids of the teacher that the rendered traces need, and all bytes."""
+    """Real ids of the teacher that the rendered traces need, and all bytes.
+
+    A teacher that reads the student's very ids has the student's vocabulary: it must know every id
+    that the student can write, and then both softmaxes have the same rows.
+
+    Raises:
+        ConfigError: the student's vocabulary is the whole tokenizer, too large for a toy.
+    """
     base = load_tokenizer(config.tokenizer)
+    if config.rendering == "verbatim":
+        return _students_vocabulary(side.tokenizer, base)
     renderer = Renderer(config, side, base)
     occurring = {
         i
@@ -99,6 +168,22 @@ def declare_teacher_vocabulary(
         for i in renderer.render(trace.trajectory, every_written=True).token_ids
     }
     return SubVocabulary(base, occurring)
+
+
+def _students_vocabulary(student: TokenizerLike, base: TokenizerLike) -> SubVocabulary:
+    if not isinstance(student, SubVocabulary):
+        raise ConfigError(
+            f"teacher.rendering verbatim with a toy teacher: it would need a row for each of the "
+            f"student's {student.vocab_size} ids; give the student a declared vocabulary, or use "
+            "teacher.rendering: native"
+        )
+    if base_of(student).fingerprint != base.fingerprint:
+        raise TokenizerMismatchError(
+            f"teacher.rendering verbatim: the teacher's tokenizer {base.name} "
+            f"({base.fingerprint[:12]}) is not the student's {base_of(student).name} "
+            f"({base_of(student).fingerprint[:12]})"
+        )
+    return SubVocabulary(base, student.ids)
 
 
 def teacher_examples(
@@ -228,7 +313,7 @@ async def teacher_scorer(
         teacher = HttpTeacher(
             client,
             renderer,
-            TeacherIdentity("http-teacher", tokenizer.fingerprint),
+            TeacherIdentity("http-teacher", tokenizer.fingerprint, tokenizer.name),
             max_prefill_tokens=config.max_prefill_tokens,
             deadline_s=config.deadline_s,
             wait=config.on_failure == "wait",
@@ -236,11 +321,22 @@ async def teacher_scorer(
         )
         if kept_scores is not None:
             teacher.reuse(kept_scores)
-        await teacher.require_same_tokenizer()
-        if config.probe:
-            text = probe_text(tokenizer.encode(PROBE_TEXT))
-            await teacher.require_stable_scores(text, tolerance=config.probe_tolerance)
+        with explained_at_start() if served_at is None else nullcontext():
+            await teacher.require_same_tokenizer()
+            if config.probe:
+                text = probe_text(tokenizer.encode(PROBE_TEXT))
+                await teacher.require_stable_scores(text, tolerance=config.probe_tolerance)
+        if tell is not None and served_at is None:
+            for url, limit in teacher.short_contexts.items():
+                tell(Event.TEACHER_CONTEXT_SHORT, url, _short_context(config, limit))
         yield teacher
+
+
+def _short_context(config: TeacherConfig, limit: int) -> str:
+    return (
+        f"it takes texts of at most {limit} tokens, teacher.max_prefill_tokens is "
+        f"{config.max_prefill_tokens}: longer ones are refused as too_long"
+    )
 
 
 def prefix_scorer(
@@ -263,7 +359,10 @@ def prefix_scorer(
 def prefix_limits(config: TeacherConfig) -> ClientLimits:
     """What scores of running episodes may take: less, and never twice."""
     return replace(
-        client_limits(config), max_inflight_tokens=config.prefix_inflight_tokens, max_retries=0
+        client_limits(config),
+        max_inflight_tokens=config.prefix_inflight_tokens,
+        max_retries=0,
+        outlast_breaker=False,
     )
 
 
@@ -282,6 +381,8 @@ def client_limits(config: TeacherConfig) -> ClientLimits:
         retry_backoff_s=config.retry_backoff_s,
         max_inflight_tokens=config.max_inflight_tokens,
         breaker=BreakerLimits(**config.breaker.model_dump()),
+        # Nobody starts a teacher behind `url` anew: its own restart is waited for.
+        outlast_breaker=config.url is not None and config.on_failure != "fail",
     )
 
 

@@ -40,6 +40,10 @@ class PrefixPropertyError(RecordError):
     """A later turn that does not extend the ids of the earlier one."""
 
 
+class PrivilegedContextError(RecordError):
+    """A privileged rendering that differs from the standard one by more than its extra block."""
+
+
 class ChecksumError(MiniverlError):
     """Bytes on disk that differ from the checksum written beside them."""
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,7 @@ _REASONS: tuple[tuple[type[Exception], RefusalReason], ...] = (
     (MalformedReplyError, RefusalReason.UNAVAILABLE),  # whatever answers is not the teacher
     (DeadlineError, RefusalReason.UNAVAILABLE),
 )
+_UNAUTHORIZED = frozenset({401, 403})
 WAIT_PAUSE_S = 1.0
 """Between two rounds of retries under ``on_failure: wait``."""
 
@@ -67,6 +69,8 @@ class TeacherIdentity:
 
     teacher_id: str
     tokenizer_fingerprint: str
+    tokenizer: str = "the teacher's tokenizer"
+    """Its name, for messages."""
 
 
 class _Teacher(ABC):
@@ -130,7 +134,7 @@ class _Teacher(ABC):
             if first is not None:
                 logprobs[first:] = await self._logprobs(input_ids, first, trajectory.group_id)
         except (GenerateApiError, DeadlineError) as exc:
-            return _refusal(trajectory, _reason(exc), str(exc))
+            return _refusal(trajectory, _reason(exc), self._told(exc))
         return TeacherScore(
             trajectory_id=trajectory.trajectory_id,
             teacher_id=self._identity.teacher_id,
@@ -140,6 +144,10 @@ class _Teacher(ABC):
             num_prefill_tokens=len(input_ids),
             seconds=self._clock.now() - started,
         )
+
+    def _told(self, error: Exception) -> str:
+        """The error in words, and what can be done about it."""
+        return str(error)
 
     @abstractmethod
     async def _logprobs(
@@ -247,6 +255,9 @@ class HttpTeacher(_Teacher):
         self._client = client
         self._wait = wait
         self._policy_version = policy_version
+        self.short_contexts: dict[str, int] = {}
+        """Servers that take fewer tokens than ``max_prefill_tokens``, and how many, once they have
+        been asked; longer texts are then refused without asking. SGLang does not say."""
 
     def reuse(self, kept_scores: KeptScores) -> None:
         """Ask only for what was not scored while the episode ran.
@@ -266,20 +277,25 @@ class HttpTeacher(_Teacher):
         await self._client.close()
 
     async def require_same_tokenizer(self) -> None:
-        """Ask every server whose ids it reads; SGLang does not say, and passes.
+        """Ask every server whose ids it reads, and how many; SGLang does not say, and passes.
 
         Raises:
             TokenizerMismatchError: one reads those of another tokenizer.
             GenerateApiError: one does not answer.
         """
-        expected = self._identity.tokenizer_fingerprint
+        expected, name = self._identity.tokenizer_fingerprint, self._identity.tokenizer
         for url, info in (await self._client.model_infos()).items():
             if info.tokenizer_fingerprint not in (None, expected):
                 raise TokenizerMismatchError(
-                    f"the teacher at {url} reads ids of tokenizer "
-                    f"{str(info.tokenizer_fingerprint)[:12]}, texts are rendered for "
-                    f"{expected[:12]}"
+                    f"the teacher at {url} ({info.model_path}) reads ids of tokenizer "
+                    f"{str(info.tokenizer_fingerprint)[:12]}, texts are rendered for {name} "
+                    f"({expected[:12]}). A toy teacher reads only the ids of its own tasks: set "
+                    "teacher.vocabulary to the file teacher-vocabulary.json of the run that fitted "
+                    "it. For any other, set teacher.tokenizer to the server's"
                 )
+            if (limit := info.max_context_tokens) and limit < self._max_prefill_tokens:
+                self.short_contexts[url] = limit
+        self._max_prefill_tokens = min([self._max_prefill_tokens, *self.short_contexts.values()])
 
     async def require_stable_scores(self, text: ProbeText, *, tolerance: float) -> None:
         """Have every server score a short text twice: a teacher's weights do not change.
@@ -293,6 +309,11 @@ class HttpTeacher(_Teacher):
         )
         if problem is not None:
             raise TeacherError(str(problem))
+
+    def _told(self, error: Exception) -> str:
+        if isinstance(error, ServerUnavailableError | DeadlineError):
+            return f"{error} (teacher.deadline_s, teacher.max_retries, teacher.breaker)"
+        return with_token_hint(error)
 
     async def _logprobs(
         self, input_ids: Sequence[int], first: int, group_id: str
@@ -314,6 +335,35 @@ class HttpTeacher(_Teacher):
         return await self._client.score(
             input_ids, first, extra_key=extra_key, deadline_s=time_left_s, key=group_id
         )
+
+
+@contextmanager
+def explained_at_start() -> Iterator[None]:
+    """Questions to a server behind ``teacher.url`` before a run; their errors say what to do.
+
+    Raises:
+        RequestRejectedError: with a hint at the token where there was none, or a wrong one.
+        ServerUnavailableError: nobody answers.
+    """
+    try:
+        yield
+    except RequestRejectedError as error:
+        raise RequestRejectedError(with_token_hint(error), status=error.status) from error
+    except (ServerUnavailableError, DeadlineError) as error:
+        raise ServerUnavailableError(
+            f"teacher.url: {error}. Start the teacher (`miniverl-dist serve teacher CONFIG` prints "
+            "a line with its URL once it answers), then go on with `miniverl-dist resume RUN`"
+        ) from error
+
+
+def with_token_hint(error: Exception) -> str:
+    """A refusal for want of a token names the field that it goes into."""
+    if not isinstance(error, RequestRejectedError) or error.status not in _UNAUTHORIZED:
+        return str(error)
+    return (
+        f"{error}; teacher.headers_file has to name a file with the line `Authorization: Bearer "
+        "TOKEN`, TOKEN being the word in the server's token_file"
+    )
 
 
 def _span_score(

@@ -110,7 +110,7 @@ class PrefillScorer:
         chunk_tokens: int = 128,
         batcher: PrefixBatcher | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._chunk_tokens = chunk_tokens
         self._batcher = batcher
         self.name = name
@@ -119,12 +119,12 @@ class PrefillScorer:
     @property
     def vocab_size(self) -> int:
         """Ids are below; not every id need be known."""
-        return self._model.vocab_size
+        return self.model.vocab_size
 
     @property
     def max_context_tokens(self) -> int:
         """Longest text."""
-        return self._model.max_context_tokens
+        return self.model.max_context_tokens
 
     @property
     def num_kept_tokens(self) -> int:
@@ -137,7 +137,7 @@ class PrefillScorer:
             raise RequestRejectedError(
                 f"{len(token_ids)} tokens, the model takes 1 to {self.max_context_tokens}"
             )
-        self._model.rows(token_ids)
+        self.model.rows(token_ids)
 
     def score(self, token_ids: Sequence[int], start: int) -> NDArray[np.float64]:
         """Logprobs of ``token_ids[start:]``, each given all tokens before it.
@@ -165,9 +165,9 @@ class PrefillScorer:
         """
         if self._batcher is None:
             job = waiting[0]
-            rows = self._model.rows(job.token_ids.tolist())
+            rows = self.model.rows(job.token_ids.tolist())
             # The token at position t is predicted by the state at t - 1.
-            states = self._model.hidden(rows)[job.start - 1 : -1]
+            states = self.model.hidden(rows)[job.start - 1 : -1]
             return ScoredBatch({0: self._result(job, rows[job.start :], states, 0)})
         computed = self._batcher.run(waiting)
         results = {}
@@ -187,7 +187,7 @@ class PrefillScorer:
         logprobs, top_logprobs, top_rows = (
             np.concatenate(each) for each in zip(*chunks, strict=True)
         )
-        top = TopTokens(self._model.ids(top_rows), top_logprobs) if job.num_top else None
+        top = TopTokens(self.model.ids(top_rows), top_logprobs) if job.num_top else None
         return ScoreResult(logprobs, num_cached, top)
 
     def _score_chunk(
@@ -198,9 +198,10 @@ class PrefillScorer:
         if self._batcher is None:
             # The last chunk is filled up: matrix products of one shape give the same bits.
             states = F.pad(states, (0, 0, 0, self._chunk_tokens - count))
-        logprobs = torch.log_softmax(self._model.logits(states)[:count].float(), dim=-1)
+        logprobs = torch.log_softmax(self.model.logits(states)[:count].float(), dim=-1)
         picked = logprobs.gather(-1, targets.to(logprobs.device)[:, None])[:, 0]
-        best, rows = logprobs.topk(num_top, dim=-1)
+        # A vocabulary may have fewer tokens than are asked for: then all of them.
+        best, rows = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
         return (
             picked.cpu().numpy().astype(np.float64),
             best.cpu().numpy().astype(np.float64),
@@ -226,11 +227,14 @@ def load_scorer(
             reuse prefixes; by default each text is computed alone and whole.
 
     Raises:
-        ConfigError: the folder holds neither.
+        ConfigError: the folder holds neither, or a model that cannot be scored with, or there is
+            no such device.
         CheckpointError: a toy folder that is incomplete or broken.
         MissingDependencyError: transformers is needed and not installed.
     """
     if (folder / MODEL_FILE).is_file():
+        if device != "cpu":
+            raise ConfigError(f"device {device!r}: a toy model is computed on the cpu only")
         found = load_toy_folder(folder)
         return PrefillScorer(
             ToyCausalLM(ToyModel.from_folder(found)),
@@ -245,6 +249,15 @@ def load_scorer(
     raise ConfigError(
         f"{folder} is no model folder: expected {MODEL_FILE} (toy) or config.json (Hugging Face)"
     )
+
+
+def load_model(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> CausalLM:
+    """The model alone, for whoever wants its distributions; see ``load_scorer``.
+
+    Raises:
+        ConfigError, CheckpointError, MissingDependencyError: as ``load_scorer`` does.
+    """
+    return load_scorer(folder, dtype=dtype, device=device).model
 
 
 def set_num_threads(num_threads: int) -> None:

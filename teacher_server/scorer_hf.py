@@ -16,11 +16,19 @@ import torch
 from numpy.typing import NDArray
 
 from miniverl_dist.errors import ConfigError, MissingDependencyError, RequestRejectedError
+from teacher_server.scorer_hf_check import (
+    checked_device,
+    require_plain_logits,
+    require_uncapped,
+    tolerance,
+    why_not_reused,
+)
 
 Ids = NDArray[np.int64]
-_PROBE_TOKENS = 8
-_PROBE_TOLERANCE = 2e-2
-"""Relative to the largest logit; what bfloat16 may differ by between two orders of summation."""
+_PROBE_TOKENS = 64
+"""Of a prefix, and of each text behind it; a second look at what the model's type promises."""
+_ODD_MODEL = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a model without some part that every other has makes of its first text."""
 
 
 @dataclass(frozen=True)
@@ -86,24 +94,28 @@ class HFCausalLM:
 
     Raises:
         ConfigError: its logits are not simply its output projection of its last hidden states
-            (a soft cap, a scale), so that scores computed here would be wrong.
+            (a soft cap, a scale), so that scores computed here would be wrong; or it lacks
+            something that every other model has.
     """
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - transformers is optional and untyped
-        self._body = model.base_model
-        self._head = model.get_output_embeddings()
-        config = model.config.get_text_config()
-        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self.max_context_tokens = int(config.max_position_embeddings)
-        self._device = model.device
-        if getattr(config, "final_logit_softcapping", None):
+        kind = model.config.model_type
+        try:
+            self._body, self._head = model.base_model, model.get_output_embeddings()
+            config = model.config.get_text_config()
+            self._device, self._dtype = model.device, model.dtype
+            self.max_context_tokens = _longest_text(config)
+            require_uncapped(config)
+            num_rows = require_plain_logits(model, self.logits, self.max_context_tokens)
+            self.vocab_size = min(int(model.get_input_embeddings().num_embeddings), num_rows)
+            # A text that is scored alone goes this way.
+            self.hidden(torch.zeros(min(2, self.max_context_tokens), dtype=torch.int64))
+        except _ODD_MODEL as exc:
             raise ConfigError(
-                f"{config.model_type} caps its logits (final_logit_softcapping), which this scorer "
-                "does not do; serve the model with SGLang instead"
-            )
-        self._dtype = model.dtype
-        self._probe(model)
-        self.can_reuse = self._reuses_rightly()
+                f"{kind}: this scorer cannot compute it ({type(exc).__name__}: {exc}); serve the "
+                "model with SGLang instead"
+            ) from exc
+        self.can_reuse = why_not_reused(config) is None and self._reuses_rightly()
         """Whether texts can be computed together and behind a remembered prefix."""
 
     @torch.inference_mode()
@@ -183,22 +195,10 @@ class HFCausalLM:
         for text, found in zip(texts, self.prefill(texts, whole.kept), strict=True):
             (expected,) = self.prefill([np.concatenate([ids[:size], text])])
             tail = expected.states[size:].float()
-            if not (found.states.float() - tail).abs().max() <= _PROBE_TOLERANCE * tail.abs().max():
+            limit = tolerance(self._dtype) * tail.abs().max()
+            if not (found.states.float() - tail).abs().max() <= limit:
                 return False
         return True
-
-    @torch.inference_mode()
-    def _probe(self, model: Any) -> None:  # noqa: ANN401 - transformers is optional and untyped
-        rows = torch.arange(min(_PROBE_TOKENS, self.vocab_size, self.max_context_tokens))
-        expected = model(input_ids=rows[None].to(self._device), use_cache=False).logits[0].float()
-        found = self.logits(self.hidden(rows)).float()
-        difference = float((found - expected).abs().max() / expected.abs().max())
-        if not difference <= _PROBE_TOLERANCE:
-            raise ConfigError(
-                f"{model.config.model_type}: its logits differ from its output projection of its "
-                f"last hidden states (by {difference:.3g} of the largest logit), so this scorer "
-                "cannot compute them; serve the model with SGLang instead"
-            )
 
     def rows(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[L] the ids themselves."""
@@ -241,10 +241,22 @@ def load_hf(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> HFC
         ) from exc
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; a model is loaded from a local folder only")
+    where = checked_device(device)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as exc:
+        model = model.to(where).eval()
+    except (OSError, ImportError, *_ODD_MODEL) as exc:
         raise ConfigError(f"{folder}: no causal LM that transformers can load: {exc}") from exc
-    return HFCausalLM(model.to(device).eval())
+    return HFCausalLM(model)
+
+
+def _longest_text(config: Any) -> int:  # noqa: ANN401 - transformers is optional and untyped
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        raise ConfigError(
+            f"{config.model_type}: its config.json does not say how long a text may be "
+            "(max_position_embeddings); serve the model with SGLang instead"
+        )
+    return longest

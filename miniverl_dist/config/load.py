@@ -87,6 +87,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     layers.add_file(path, submitted, chain=())
     for override in overrides:
         layers.add_override(override)
+    if layers.data.get("kind") in TEACHER_SERVICES:
+        raise ConfigError(
+            f"{path}: found the config of a teacher's service (`miniverl-dist serve teacher` takes "
+            "it), expected a run's recipe"
+        )
     return _validated(layers, path, submitted)
 
 
@@ -107,9 +112,12 @@ def load_teacher_service(path: Path, overrides: Sequence[str] = ()) -> TeacherSe
     form = TEACHER_SERVICES.get(kind) if isinstance(kind, str) else None
     if form is None:
         found = "no `kind`" if kind is None else f"kind {kind!r}"
+        if "tasks" in layers.data or "loop" in layers.data:
+            found = "a run's recipe (`miniverl-dist train` takes it)"
         raise ConfigError(
             f"{layers.origin(('kind',)) or path}: found {found}, expected the config of a "
-            f"teacher's service, of kind {' or '.join(TEACHER_SERVICES)}"
+            f"teacher's service, of kind {' or '.join(TEACHER_SERVICES)}, as in "
+            "configs/teacher_local.yaml"
         )
     return _checked(layers, path, form)
 

@@ -51,7 +51,8 @@ class Problem:
         """``field: found X, expected Y``."""
         words = f"found {self.found}, expected {self.text}" if self.found else self.text
         name = dotted(self.path)
-        return f"{name}: {words}" if name else words
+        says_so = words.startswith((f"{name}: ", f"{name}.", f"{name} "))
+        return f"{name}: {words}" if name and not says_so else words
 
 
 def dotted(path: FieldPath) -> str:
@@ -86,7 +87,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> Problem:
     path, owners = _locate(model, details["loc"], is_extra=kind == "extra_forbidden")
     context: Mapping[str, Any] = details.get("ctx", {})
     if kind == "extra_forbidden":
-        return Problem(path, f"unknown key{_suggestion(str(path[-1]), owners, model)}")
+        return Problem(path, f"unknown key{_suggestion(path, owners, model)}")
     if kind == "missing":
         return Problem(path, "missing, but required")
     if kind == "value_error":
@@ -148,12 +149,13 @@ def _kinds(model: type[BaseModel]) -> tuple[str, ...]:
     return get_args(field.annotation) if field is not None else ()
 
 
-def _suggestion(key: str, owners: list[type[BaseModel]], root: type[BaseModel]) -> str:
+def _suggestion(place: FieldPath, owners: list[type[BaseModel]], root: type[BaseModel]) -> str:
+    key = str(place[-1])
     names = [name for owner in owners for name in owner.model_fields]
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if close:
         return f"; did you mean `{close[0]}`?"
-    elsewhere = [dotted(path) for path in _all_fields(root) if path[-1] == key]
+    elsewhere = [dotted(path) for path in _all_fields(root) if path[-1] == key and path != place]
     if elsewhere:
         return f"; did you mean `{elsewhere[0]}`?"
     return f"; known here: {', '.join(names)}" if names else ""

@@ -15,6 +15,12 @@ from miniverl_dist.config.base import (
     PositiveFloat,
     PositiveInt,
 )
+from miniverl_dist.config.sglang_options import (
+    ENGINE_OPTIONS,
+    ENGINE_VARIABLES,
+    option_names,
+    refused_options,
+)
 
 
 class TaskIds(ConfigModel):
@@ -67,6 +73,29 @@ class RewardWeights(ConfigModel):
     """Instead of ``structure_keys`` where only some argument names are shared."""
     structure_values: Fraction = 0.3
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        keys = max(self.structure_keys, self.structure_keys_overlap)
+        sums = {
+            "mean_partial, first_call, exec_score and terminal_pass": self.mean_partial
+            + self.first_call
+            + self.exec_score
+            + self.terminal_pass,
+            "call_name, call_known, call_schema_valid and call_structure": self.call_name
+            + self.call_known
+            + self.call_schema_valid
+            + self.call_structure,
+            "structure_name, structure_values and the larger of structure_keys and "
+            "structure_keys_overlap": self.structure_name + self.structure_values + keys,
+        }
+        for names, total in sums.items():
+            if total > 1 + 1e-6:
+                raise ValueError(
+                    f"environment.reward: {names} sum to {total:.6g}, expected at most 1: a reward "
+                    "is between 0 and 1"
+                )
+        return self
+
 
 class BfclConfig(ConfigModel):
     """BFCL V3 multi-turn."""
@@ -118,10 +147,11 @@ class SGLangEngineConfig(ConfigModel):
     """Tensor parallelism of one server; its actor needs as many GPUs."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """Share of GPU memory for weights and KV cache."""
-    max_total_tokens: PositiveInt | None = None
-    """Tokens in the KV cache; None lets SGLang fill its share of memory. Set it on a CPU."""
+    max_total_tokens: Annotated[int, Field(ge=256)] | None = None
+    """Tokens in the KV cache; None lets SGLang fill its share of memory. On a CPU it has to be
+    set."""
     max_running_requests: PositiveInt = 64
-    attention_backend: str | None = None
+    attention_backend: Annotated[str, Field(min_length=1)] | None = None
     """As SGLang names it; None leaves the choice to SGLang. ``torch_native`` on a CPU."""
     load_weights_by: Literal["disk", "distributed"] = "disk"
     """How published weights get from the actor into its server: ``disk``, through a folder of
@@ -140,9 +170,10 @@ class SGLangEngineConfig(ConfigModel):
     control_deadline_s: PositiveFloat = 30.0
     """For pause, abort, flush and the like."""
     extra_args: tuple[str, ...] = ()
-    """Further arguments of ``sglang.launch_server``."""
+    """Further arguments of ``sglang.launch_server``; none that the wrapper sets itself, and none that
+    makes the model or its sampling another one than the trainer's."""
     extra_env: dict[str, str] = Field(default_factory=dict)
-    """Variables for the server's process."""
+    """Variables for the server's process; none that the wrapper sets itself."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -150,6 +181,22 @@ class SGLangEngineConfig(ConfigModel):
             raise ValueError(
                 "rollout.engine: on device cpu, tensor must be 1 and memory_saver false: SGLang "
                 "has neither there"
+            )
+        if self.device == "cpu" and self.max_total_tokens is None:
+            raise ValueError(
+                "rollout.engine.max_total_tokens is missing: on device cpu, SGLang would size its "
+                "cache by the memory of the whole machine"
+            )
+        if refused := refused_options(option_names(self.extra_args), ENGINE_OPTIONS):
+            raise ValueError(
+                f"rollout.engine.extra_args: {', '.join(refused)} is set by the engine itself, or "
+                "would make the server's model or its sampling another one than the trainer's: "
+                "remove it"
+            )
+        if taken := sorted(ENGINE_VARIABLES & set(self.extra_env)):
+            raise ValueError(
+                f"rollout.engine.extra_env: {', '.join(taken)} is set by the engine itself: "
+                "remove it"
             )
         return self
 
@@ -163,7 +210,9 @@ class RolloutConfig(ConfigModel):
     engine: EngineConfig | None = None
     """What samples a Megatron student (default: ``hf``); a toy student brings its own engine."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
+    """Training samples, it does not decode greedily. Log-probabilities are divided by it on both
+    sides: far below 1 they are of no use, and at 1e-6 SGLang turns greedy without a word."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     min_p: Fraction = 0.0
@@ -295,6 +344,9 @@ class LoopConfig(ConfigModel):
     the optimizer step waits for all. The same update but for rounding, and only for objectives
     that need no sight of the whole batch."""
     max_empty_batches: PositiveInt = 10
+    analysed_groups: NonNegativeInt = 1
+    """Groups of each step whose tokens are written to token_analysis.jsonl, with unit, weight and
+    advantage of each."""
 
 
 class EvaluationConfig(ConfigModel):

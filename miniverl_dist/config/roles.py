@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -17,6 +16,7 @@ from miniverl_dist.config.base import (
     PositiveInt,
 )
 from miniverl_dist.config.cluster import ParallelConfig
+from miniverl_dist.config.urls import server_url
 
 
 class ToyModelConfig(ConfigModel):
@@ -54,6 +54,63 @@ class HFModelConfig(ConfigModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+class LoraConfig(ConfigModel):
+    """Low-rank adapters: W x + (alpha / rank) B A x with W frozen, A [rank, in] and B [out, rank].
+
+    Source:
+        arXiv:2106.09685.
+    """
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of the adapters' inputs, in gradient passes only. The proximal pass has none, so that above 0
+    ratios differ from 1 already in the first optimizer step, as if the policy had moved."""
+    target_modules: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+    )
+    """Last parts of the names of the linear layers that get one; the defaults are those of the
+    Qwen and Llama families."""
+
+
+class HFStudentConfig(ConfigModel):
+    """Any causal LM in a local folder, trained on one device with transformers' own code."""
+
+    kind: Literal["hf"]
+    path: Path
+    """``config.json`` and safetensors; code and pickles in it are never run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights that are computed with; the optimizer keeps float32 masters, and adapters are
+    float32 always."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: a GPU where there is one."""
+    lora: LoraConfig | None = None
+    """Train adapters and leave the folder's weights as they are; None trains every weight."""
+    quantization: Literal["none", "int8", "nf4"] = "none"
+    """Of the frozen weights under ``lora``; needs CUDA and bitsandbytes. Engines sample from the
+    same weights taken back to ``dtype``."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping its activations."""
+    max_context_tokens: PositiveInt = 16_384
+    max_microbatch_tokens: PositiveInt = 16_384
+    """Padded tokens of one microbatch; a longer sequence gets one of its own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.quantization != "none" and self.lora is None:
+            raise ValueError(
+                f"quantization {self.quantization} rounds weights that a step could not move: add "
+                "`lora`, or use `quantization: none`"
+            )
+        if self.quantization != "none" and self.device == "cpu":
+            raise ValueError(
+                f"quantization {self.quantization} computes with CUDA kernels of bitsandbytes: use "
+                "`device: cuda`, or `quantization: none`"
+            )
+        return self
+
+
 class MegatronModelConfig(ConfigModel):
     """A decoder of the Qwen3 family, trained by megatron-core and sampled by another engine."""
 
@@ -87,7 +144,9 @@ class MegatronModelConfig(ConfigModel):
 
 
 ModelConfig = Annotated[ToyModelConfig | HFModelConfig, Field(discriminator="kind")]
-StudentModelConfig = Annotated[ToyModelConfig | MegatronModelConfig, Field(discriminator="kind")]
+StudentModelConfig = Annotated[
+    ToyModelConfig | HFStudentConfig | MegatronModelConfig, Field(discriminator="kind")
+]
 
 
 class SftConfig(ConfigModel):
@@ -118,6 +177,9 @@ class StudentConfig(ConfigModel):
     model: StudentModelConfig = ToyModelConfig(kind="toy")
     warmup: SftConfig | None = None
     """Supervised warm-up before the first rollout; recorded apart from RL."""
+    warm_start: Path | None = None
+    """Start from the weights of a run, of one of its checkpoints, or of a student's folder, and
+    from nothing else of it; ``warmup`` is skipped then."""
 
 
 class BreakerConfig(ConfigModel):
@@ -132,11 +194,15 @@ class BreakerConfig(ConfigModel):
     """Until one request is let through to see whether the server is back."""
 
 
+NATIVE_TOKENIZERS = ("deepseek-v4", "qwen3.6")
+"""Those whose chat format is known."""
+
+
 class TeacherConfig(ConfigModel):
     """The model of another family that scores what the student wrote."""
 
     tokenizer: str = "deepseek-v4"
-    """``deepseek-v4`` or a folder with a Hugging Face tokenizer."""
+    """``deepseek-v4``, ``qwen3.6`` or a folder with a Hugging Face tokenizer."""
     mode: Literal["standard", "privileged_context"] = "standard"
     """``privileged_context``: the teacher also reads the oracle's solution, which the student never
     sees."""
@@ -157,6 +223,8 @@ class TeacherConfig(ConfigModel):
     """The model to load in this process; required unless ``url`` is set."""
     fit: SftConfig | None = None
     """Toy teacher only: fit it on oracle traces before the run starts."""
+    fitted: Path | None = None
+    """Run that has fitted this very teacher: it is taken over instead of being fitted again."""
     on_failure: Literal["drop", "wait", "fail"] = "drop"
     """A trajectory without a score keeps its GRPO advantage (``drop``), is asked for again until
     the deadline (``wait``), or ends the step (``fail``)."""
@@ -169,7 +237,7 @@ class TeacherConfig(ConfigModel):
     request_deadline_s_per_1k_tokens: NonNegativeFloat = 1.0
     """Added to it for each 1,000 tokens."""
     max_retries: NonNegativeInt = 4
-    retry_backoff_s: NonNegativeFloat = 0.5
+    retry_backoff_s: Annotated[float, Field(ge=0, le=3600)] = 0.5
     """First pause before a retry; doubles, with jitter."""
     max_inflight_tokens: PositiveInt = 200_000
     """At each server."""
@@ -203,14 +271,17 @@ class TeacherConfig(ConfigModel):
                 "teacher.fit is missing: a toy teacher in this process starts from nothing and has "
                 "to be fitted on scripted traces"
             )
+        if self.fitted is not None and self.fit is None:
+            raise ValueError("teacher.fitted goes with `fit`, which says how it was fitted there")
         if self.vocabulary is not None and self.url is None:
             raise ValueError(
                 "teacher.vocabulary goes with `url`; a toy teacher in this process has its own"
             )
-        if self.rendering == "native" and self.tokenizer != "deepseek-v4":
+        if self.rendering == "native" and self.tokenizer not in NATIVE_TOKENIZERS:
             raise ValueError(
                 f"teacher.rendering: native needs the teacher's chat format, and there is none for "
-                f"tokenizer {self.tokenizer!r}; use `rendering: raw` or tokenizer `deepseek-v4`"
+                f"tokenizer {self.tokenizer!r}; use `rendering: raw`, or one of the tokenizers "
+                f"{', '.join(NATIVE_TOKENIZERS)}"
             )
         self._check_urls()
         self._check_prefix_scoring()
@@ -224,6 +295,12 @@ class TeacherConfig(ConfigModel):
                 "teacher.prefix_scoring goes with `url`: a teacher in this process computes every "
                 "text as a whole"
             )
+        if self.mode == "privileged_context":
+            raise ValueError(
+                "teacher.prefix_scoring does not go with mode privileged_context: a running "
+                "episode does not say where the policy took over, and the oracle's calls depend "
+                "on it; turn prefix_scoring off"
+            )
         if self.prefix_inflight_tokens > self.max_inflight_tokens:
             raise ValueError(
                 f"teacher.prefix_inflight_tokens is {self.prefix_inflight_tokens}, expected at "
@@ -233,10 +310,11 @@ class TeacherConfig(ConfigModel):
     def _check_urls(self) -> None:
         if self.urls and self.url is None:
             raise ValueError("teacher.urls are servers beside `url`: give that one as well")
-        for url in self.all_urls:
-            if not (url.startswith(("http://", "https://")) and urlsplit(url).hostname):
-                raise ValueError(f"teacher.url: expected http(s)://host[:port], found {url!r}")
-        if len({url.rstrip("/") for url in self.all_urls}) < len(self.all_urls):
+        try:
+            servers = {server_url(url) for url in self.all_urls}
+        except ValueError as error:
+            raise ValueError(f"teacher.url: {error}") from None
+        if len(servers) < len(self.all_urls):
             raise ValueError(f"teacher.url and teacher.urls: {list(self.all_urls)} repeat a server")
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -15,9 +14,15 @@ from miniverl_dist.config.base import (
     PositiveFloat,
     PositiveInt,
 )
+from miniverl_dist.config.sglang_options import TEACHER_OPTIONS, refused_options
+from miniverl_dist.config.urls import server_url
 
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 Port = Annotated[int, Field(ge=0, le=65_535)]
+Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""One line."""
+Seconds = Annotated[float, Field(ge=0.1, le=604_800)]
+"""A deadline that something can be done in; at most a week."""
 
 
 def _require_token(host: str, token_file: Path | None) -> None:
@@ -32,16 +37,16 @@ class LocalTeacherService(ConfigModel):
     """Our own scorer: a toy model, or a causal LM that transformers can load."""
 
     kind: Literal["local"]
-    name: str
+    name: Name
     model: Path
     """Folder of a toy model, or of a Hugging Face one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of a Hugging Face model's weights."""
-    device: str = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")] = "cpu"
     """``cpu``, ``cuda``, ``cuda:1``; a toy model: ``cpu`` only."""
-    num_threads: PositiveInt | None = None
+    num_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Of torch; None leaves it to torch."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Port = 0
     """0 picks a free one; the line that the command prints says which."""
     token_file: Path | None = None
@@ -52,7 +57,7 @@ class LocalTeacherService(ConfigModel):
     """Prompts that wait or are at work."""
     max_batch_size: PositiveInt = 256
     """Prompts in one HTTP request."""
-    max_body_bytes: PositiveInt = 67_108_864
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 67_108_864
     max_top_logprobs: NonNegativeInt = 64
     """Most likely tokens that a request may ask for at each position."""
     max_batch_tokens: PositiveInt = 8192
@@ -60,18 +65,23 @@ class LocalTeacherService(ConfigModel):
     alone."""
     prefix_cache_tokens: NonNegativeInt = 65_536
     """Hugging Face models: tokens of recent texts whose keys and values are remembered; 0: none."""
-    body_deadline_s: PositiveFloat = 60.0
+    body_deadline_s: Seconds = 60.0
     """For the body of a request to arrive."""
-    score_deadline_s: PositiveFloat = 600.0
+    score_deadline_s: Seconds = 600.0
     """For one prompt, the wait in the queue included."""
-    max_retry_after_s: PositiveFloat = 60.0
-    """Upper end of the estimate that a 429 carries."""
-    drain_deadline_s: NonNegativeFloat = 60.0
-    """After SIGTERM, for the requests at work."""
+    max_retry_after_s: Annotated[float, Field(ge=1, le=604_800)] = 60.0
+    """Upper end of the estimate that a 429 carries, in whole seconds."""
+    drain_deadline_s: Annotated[float, Field(ge=0, le=604_800)] = 60.0
+    """After SIGTERM, for the requests at work; what is not done by then is answered with 503."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         _require_token(self.host, self.token_file)
+        if self.max_batch_size > self.max_requests:
+            raise ValueError(
+                f"max_batch_size is {self.max_batch_size}, but max_requests ({self.max_requests}) "
+                "prompts may wait or be at work at all: such a batch would be refused for ever"
+            )
         return self
 
 
@@ -125,25 +135,19 @@ class SglangLaunch(ConfigModel):
                 "max_total_tokens is missing: on a CPU, SGLang would size its cache by the memory "
                 "of the whole machine"
             )
-        own = {name.replace("_", "-") for name in type(self).model_fields} | _RESERVED_ARGS
-        if taken := sorted(own & {name.lstrip("-") for name in self.extra_args}):
+        if taken := refused_options(self.extra_args, TEACHER_OPTIONS):
             raise ValueError(
-                f"extra_args: {', '.join(taken)} has a field of its own here, or would show a "
-                "secret in the process list"
+                f"extra_args: {', '.join(taken)} has a field of its own here, would show a secret "
+                "in the process list, or moves the server to another address"
             )
         return self
-
-
-_RESERVED_ARGS = frozenset(
-    {"api-key", "admin-api-key", "config", "model-path", "tp-size", "dp-size", "ep-size"}
-)
 
 
 class SglangTeacherService(ConfigModel):
     """SGLang as the teacher: launched here, or running already."""
 
     kind: Literal["sglang"]
-    name: str
+    name: Name
     """Also what the server says its model is called."""
     launch: SglangLaunch | None = None
     url: str | None = None
@@ -158,10 +162,11 @@ class SglangTeacherService(ConfigModel):
                 "give either `launch` (start a server) or `url` (one that runs already), found "
                 f"{'both' if self.url else 'neither'}"
             )
-        if self.url is not None and not (
-            self.url.startswith(("http://", "https://")) and urlsplit(self.url).hostname
-        ):
-            raise ValueError(f"url: expected http(s)://host[:port], found {self.url!r}")
+        if self.url is not None:
+            try:
+                server_url(self.url)
+            except ValueError as error:
+                raise ValueError(f"url: {error}") from None
         return self
 
 

@@ -4,7 +4,8 @@ A request waits for its share of a server's token cap, is sent, and gives the sh
 anything else happens: a pause before a retry holds none, so one refused request never keeps others
 waiting. What a server can mend (429, 502, 503, 504, timeouts, broken connections) is asked for
 again, of another server where there is one; what it says about the request itself (other 4xx) is an
-error at once and keeps its words. A server that hangs is left alone by its breaker.
+error at once and keeps its words. A server that hangs is left alone by its breaker; while all are,
+a call fails at once, or with ``outlast_breaker`` waits for a trial within its own deadline.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ from miniverl_dist.ports import Clock
 _MAX_BACKOFF_DOUBLINGS = 16
 _FAIR_SHARE = 0.5
 """A timeout is the server's fault where it had this share of its full deadline."""
+_TRIAL_PAUSE_S = 0.5
+"""At least the upper end of what a call waits beyond the time at which a trial is due: of all that
+wait, one goes first, and the others look again while it is out."""
 _HELD_UP = 1.5
 """A timeout that fires this much too late comes from a busy event loop on this side."""
 
@@ -65,6 +69,9 @@ class ClientLimits:
     max_inflight_tokens: int = 200_000
     """At each server."""
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    outlast_breaker: bool = False
+    """While all servers are left alone, wait for a trial until the call's deadline; what was tried
+    before does not count as retries. False: fail at once."""
 
     def request_deadline_for(self, num_tokens: int) -> float:
         """Seconds that one request of this length may take."""
@@ -96,6 +103,8 @@ class _Call:
     """Seconds it had at its start."""
     deadline: float
     num_retries: int = 0
+    num_outlasted: int = 0
+    """Retries up to the last wait for a breaker; they do not count against the limit."""
     last: str = ""
     """URL asked last."""
     failed: set[str] = field(default_factory=set)
@@ -309,6 +318,8 @@ class GenerateClient:
             was_held_up = self._clock.now() - started > _HELD_UP * timeout_s
             if failure.outcome is TryOutcome.TIMEOUT and (had_little or was_held_up):
                 is_failure = None
+            if is_failure:
+                slot.endpoint.last_failure = str(failure)
             raise
         except GenerateApiError:
             is_failure = False
@@ -321,7 +332,12 @@ class GenerateClient:
     async def _take_slot(self, call: _Call) -> _Slot:
         """Choose a server, take the request's share of its token cap, and pass its breaker."""
         while True:
-            endpoint = self._endpoints.choose(call.num_tokens, call.key, failed=call.failed)
+            try:
+                endpoint = self._endpoints.choose(call.num_tokens, call.key, failed=call.failed)
+            except ServerUnavailableError as left_alone:
+                # Waits for a breaker to let somebody try, or for that trial; holds no tokens.
+                await self._clock.sleep(self._pause_for_trial(left_alone, call))
+                continue
             remaining = call.deadline - self._clock.now()
             try:
                 # Waits for tokens of other requests; each of them is bounded by its own deadline.
@@ -336,6 +352,18 @@ class GenerateClient:
                 return _Slot(endpoint, weight, endpoint.breaker.admit())
             # Its breaker opened during the wait; another server may be left.
             endpoint.budget.release(weight)
+
+    def _pause_for_trial(self, left_alone: ServerUnavailableError, call: _Call) -> float:
+        """Seconds until the servers may be asked again; raises where this call does not wait."""
+        if not self.limits.outlast_breaker:
+            raise left_alone
+        jitter = self._rng.uniform(0.0, max(self.limits.retry_backoff_s, _TRIAL_PAUSE_S))
+        pause = self._endpoints.trial_in_s + jitter
+        if self._clock.now() + pause >= call.deadline:
+            raise ServerUnavailableError(
+                f"{left_alone}; that would be past the {call.whole_s:.3g} s of this call"
+            ) from None
+        return pause
 
     def _payload(self, call: _Call) -> bytes:
         request = call.request
@@ -354,12 +382,15 @@ class GenerateClient:
 
     def _pause_after(self, failure: RetryableError, call: _Call) -> float:
         """Seconds until the next try; raises where there is none."""
-        if call.num_retries == self.limits.max_retries:
+        if self.limits.outlast_breaker and self._endpoints.are_left_alone:
+            call.num_outlasted = call.num_retries + 1  # with the servers back it begins anew
+            return 0.0  # `_take_slot` waits for a trial
+        if call.num_retries - call.num_outlasted >= self.limits.max_retries:
             raise ServerUnavailableError(
                 f"no answer after {call.num_retries + 1} tries; last: {failure}"
             ) from failure.__cause__
         call.failed.add(call.last)
-        doublings = min(call.num_retries, _MAX_BACKOFF_DOUBLINGS)
+        doublings = min(call.num_retries - call.num_outlasted, _MAX_BACKOFF_DOUBLINGS)
         pause = self._rng.uniform(0.0, self.limits.retry_backoff_s * 2.0**doublings)
         if not self._endpoints.has_other(call.failed):
             # On top of Retry-After, else all that were refused together come back together.

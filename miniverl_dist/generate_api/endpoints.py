@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from urllib.parse import urlsplit
 
+from miniverl_dist.config.urls import server_url
 from miniverl_dist.errors import ConfigError, ServerUnavailableError
 from miniverl_dist.generate_api.breaker import BreakerLimits, BreakerState, CircuitBreaker
 from miniverl_dist.generate_api.budget import TokenBudget
@@ -39,19 +39,20 @@ class Endpoint:
             clock=clock,
             on_change=None if on_breaker is None else lambda state: on_breaker(self.url, state),
         )
+        self.last_failure = ""
+        """How its last hang or broken connection read."""
 
 
 def checked_url(url: str) -> str:
-    """The URL without a slash at its end.
+    """The URL as ``config.urls.server_url`` writes it.
 
     Raises:
-        ConfigError: it is not ``http(s)://``, or holds credentials.
+        ConfigError: it is not ``http(s)://host[:port][/prefix]``, or holds credentials.
     """
-    if "@" in url:
-        raise ConfigError("server URL holds credentials: put them into a headers file")
-    if not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
-        raise ConfigError(f"server URL: expected http:// or https://, found {url!r}")
-    return url.rstrip("/")
+    try:
+        return server_url(url)
+    except ValueError as error:
+        raise ConfigError(f"server URL: {error}") from None
 
 
 class Endpoints:
@@ -85,6 +86,16 @@ class Endpoints:
                 return endpoint
         return min(fresh, key=lambda endpoint: endpoint.budget.outstanding)
 
+    @property
+    def are_left_alone(self) -> bool:
+        """True when ``choose`` would raise."""
+        return not any(endpoint.breaker.is_admitting for endpoint in self.all)
+
+    @property
+    def trial_in_s(self) -> float:
+        """Seconds until the first breaker lets somebody try; 0 while a trial is out."""
+        return min(endpoint.breaker.trial_in_s for endpoint in self.all)
+
     def has_other(self, failed: Collection[str]) -> bool:
         """True when a server that has not failed this call can be asked at once."""
         return any(e.url not in failed and e.breaker.is_admitting for e in self.all)
@@ -96,10 +107,12 @@ class Endpoints:
         return sorted(self.all, key=weight, reverse=True)
 
     def _all_left_alone(self) -> ServerUnavailableError:
-        first = min(endpoint.breaker.trial_in_s for endpoint in self.all)
+        first = self.trial_in_s
         urls = ", ".join(endpoint.url for endpoint in self.all)
+        failures = [endpoint.last_failure for endpoint in self.all if endpoint.last_failure]
+        last = f" (the last: {failures[-1]})" if failures else ""
         return ServerUnavailableError(
-            f"{urls}: left alone after hangs or broken connections; "
+            f"{urls}: left alone after hangs or broken connections{last}; "
             + (f"the next try is let through in {first:.3g} s" if first else "a trial is out")
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
@@ -50,6 +51,16 @@ class RetryableError(Exception):
         super().__init__(message)
         self.outcome = outcome
         self.retry_after_s = retry_after_s
+
+
+def _connection_problem(error: Exception) -> str:
+    """What broke, in the system's words where it refused the connection itself."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        number = cause.errno or 0
+        words = os.strerror(number) if number > 0 else cause.strerror  # a name's are below 0
+        return f"cannot connect: {words or cause}"
+    return f"{type(error).__name__}: {error}"
 
 
 class Answer(NamedTuple):
@@ -104,7 +115,7 @@ class Transport:
             message = f"{where}: no answer within {timeout_s:.3g} s"
             raise self._retryable(message, TryOutcome.TIMEOUT) from exc
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as exc:
-            message = f"{where}: {type(exc).__name__}: {exc}"
+            message = f"{where}: {_connection_problem(exc)}"
             raise self._retryable(message, TryOutcome.CONNECTION) from exc
         except aiohttp.ClientError as exc:
             self.tries[TryOutcome.NOT_HTTP] += 1

@@ -110,12 +110,17 @@ def _cells(line: EvaluationLine) -> tuple[str, ...]:
         f"{row.pass_low:.3f} to {row.pass_high:.3f}",
         "not measured" if line.null_rate is None else f"{line.null_rate:.3f}",
         "" if line.difference is None else str(line.difference),
-        f"{row.official_per_turn_rate:.3f}",
-        f"{row.state_only_rate:.3f}",
+        _share(row.official_per_turn_rate),
+        _share(row.state_only_rate),
         f"{row.reward_mean:.3f}",
         f"{row.calls_per_episode:.2f}",
         f"{row.tokens_per_episode:.0f}",
     )
+
+
+def _share(rate: float | None) -> str:
+    """Nothing where the environment has no such check."""
+    return "" if rate is None else f"{rate:.3f}"
 
 
 def caveats(data: RunData) -> list[str]:

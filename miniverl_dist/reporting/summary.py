@@ -41,12 +41,15 @@ _NOTABLE_EVENTS: Final = frozenset(
         "engine_mismatch",
         "baseline_failed",
         "evaluation_failed",
-        "update_failed",
         "batch_empty",
-        "checkpoint_failed",
         "engine_quarantined",
-        "engine_returned",
-        "breaker_opened",
+        "engine_lost",
+        "engine_restarted",
+        "student_lost",
+        "student_rebuilt",
+        "teacher_left_alone",
+        "teacher_back",
+        "teacher_context_short",
     }
 )
 _MAX_NOTABLE = 30

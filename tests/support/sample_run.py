@@ -233,4 +233,4 @@ def write_checkpoint(folder: Path, config: LoadedConfig, run: RunDirectory) -> N
         path="student.bin", num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
     )
     marker = CheckpointManifest(format_version=1, name=folder.name, state=state, files=(file,))
-    (folder / "checkpoint.json").write_text(marker.model_dump_json())
+    (folder / "checkpoint.json").write_bytes(marker.to_bytes())

@@ -232,6 +232,32 @@ class TestReferenceRun:
         assert disk is not None
         assert plan.publish.moved_bytes - disk.moved_bytes == plan.publish.total_bytes
 
+    def test_how_weights_get_into_a_server_and_what_that_writes(self) -> None:
+        def text(*overrides: str) -> str:
+            found = reference_plan(*overrides).publish
+            assert found is not None
+            return found.into_servers
+
+        assert "writes 64.6 GiB as safetensors below the run directory" in text()
+        assert "work_dir (local/x)" in text("rollout.engine.work_dir=local/x")
+        group = text("rollout.engine.load_weights_by=distributed")
+        assert "nothing is written to a disk" in group
+        assert "1 GiB at a time" in group
+        assert text() in " ".join(render(reference_plan(), width=4000).split())
+        local = make_plan(config(LOCAL)).publish
+        assert local is not None
+        assert local.into_servers == ""  # transformers computes in the actor itself
+
+    def test_workers_that_cannot_sample_ahead_are_noted(self) -> None:
+        notes = reference_plan("loop.max_policy_lag=1").notes
+        assert any("rollout.num_workers is 16: raise it to 32" in note for note in notes)
+        enough = reference_plan("loop.max_policy_lag=1", "rollout.num_workers=32").notes
+        assert not any("num_workers" in note for note in enough)
+
+    def test_an_engine_that_nobody_named_is_named(self) -> None:
+        [note] = [n for n in make_plan(config(LOCAL, "rollout.engine=null")).notes if "engine" in n]
+        assert note.startswith("rollout.engine is not given: transformers samples (kind hf)")
+
     def test_phases_in_order_with_counts(self) -> None:
         phases = {phase.name: phase for phase in reference_plan().phases}
         assert list(phases) == [
@@ -245,7 +271,9 @@ class TestReferenceRun:
             "commit",
         ]
         assert phases["rollout"].max_tokens == 16 * 8 * 15_872
-        assert "at most 24 at once" in phases["score"].what
+        # The teacher's texts have a limit of their own: its tokens are not the student's.
+        assert "at most 12 at once" in phases["score"].what
+        assert phases["score"].max_tokens == 16 * 8 * 32_768
         assert phases["update"].what == (
             "8 optimizer step(s), at most 8 microbatches on each of 2 replicas"
         )

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from actors import launch
-from actors.preflight import require_engine, require_local_packages
+from actors.preflight import require_engine, require_local_packages, require_teacher_files
 from miniverl_dist.config.load import load_config
+from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import SGLangEngineConfig
 from miniverl_dist.errors import ConfigError, MissingDependencyError
 from miniverl_dist.observability.progress import SilentProgress
@@ -30,6 +31,11 @@ def test_a_missing_package_is_named_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_bfcl_is_needed_only_where_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bfcl_eval", None)
+    require_local_packages(load_config(ROOT / "configs" / "lab_calculator.yaml").config)
+
+
 def test_nothing_is_said_where_everything_is_there() -> None:
     require_local_packages(load_config(ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml").config)
 
@@ -41,6 +47,70 @@ def test_ray_is_needed_only_where_actors_run(runtime: str, monkeypatch: pytest.M
     require_local_packages(load_config(fixture).config)
     with pytest.raises(MissingDependencyError, match=r"needs ray.*miniverl-dist\[ray\]"):
         require_local_packages(load_config(fixture, [f"runtime={runtime}"]).config)
+
+
+def http_run(*overrides: str) -> RunConfig:
+    http = ["teacher.model=null", "teacher.fit=null", "teacher.url=http://127.0.0.1:9"]
+    return load_config(ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml", [*http, *overrides]).config
+
+
+class TestTeacherFiles:
+    def test_headers_are_read_before_anything_is_written(self, tmp_path: Path) -> None:
+        file = tmp_path / "headers"
+        config = http_run(f"teacher.headers_file={file}")
+        with pytest.raises(ConfigError, match=r"^teacher\.headers_file: .*No such file"):
+            require_teacher_files(config)
+        file.write_text("only-the-word\n")
+        with pytest.raises(ConfigError, match=r"no colon; .* `Authorization: Bearer TOKEN`"):
+            require_teacher_files(config)
+        file.write_text("Authorization: Bearer only-the-word\n")
+        require_teacher_files(config)
+
+    def test_a_start_reads_them(self, tmp_path: Path) -> None:
+        headers = f"teacher.headers_file={tmp_path / 'none'}"
+        fixture = ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml"
+        http = ["teacher.model=null", "teacher.fit=null", "teacher.url=http://127.0.0.1:9"]
+        with pytest.raises(ConfigError, match="teacher.headers_file"):
+            launch.train(
+                load_config(fixture, [*http, headers]),
+                run_dir=tmp_path / "run",
+                progress=SilentProgress(),
+            )
+        assert not (tmp_path / "run").exists()
+
+    def test_the_ids_of_a_toy_have_to_be_there(self, tmp_path: Path) -> None:
+        config = http_run(f"teacher.vocabulary={tmp_path / 'v.json'}")
+        with pytest.raises(ConfigError, match=r"teacher\.vocabulary: there is no file"):
+            require_teacher_files(config)
+
+    def test_a_model_of_the_runs_own_has_to_be_there(self, tmp_path: Path) -> None:
+        own = f"teacher.model={{kind: hf, path: {tmp_path}}}"
+        config = http_run("teacher.url=null", own)
+        with pytest.raises(ConfigError, match=r"teacher\.model\.path: .*no config\.json"):
+            require_teacher_files(config)
+        (tmp_path / "config.json").write_text("{}")
+        require_teacher_files(config)
+
+    def test_what_lies_on_another_machine_is_not_looked_for(self, tmp_path: Path) -> None:
+        gone = f"teacher.headers_file={tmp_path / 'none'}"
+        require_teacher_files(http_run(gone, "runtime=single_actor", "cluster.address=auto"))
+        # Nor what a run does not ask for.
+        require_teacher_files(http_run(gone, "objective=grpo", "opd=null"))
+
+
+def test_a_teacher_that_only_scores_is_not_evaluated(tmp_path: Path) -> None:
+    http = ["teacher.model=null", "teacher.fit=null", "teacher.url=http://127.0.0.1:9"]
+    config = load_config(ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml", http)
+    with pytest.raises(ConfigError, match="policy teacher: a teacher behind `url` is asked for"):
+        launch.evaluate(
+            config,
+            policies=("null", "teacher"),
+            checkpoint=None,
+            tail_calls=None,
+            output=tmp_path / "out",
+            progress=SilentProgress(),
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_without_rows_for_the_tokenizer_is_refused_before_anything_is_written(

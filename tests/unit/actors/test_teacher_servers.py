@@ -19,6 +19,7 @@ from tests.support.faulty_server import entries_of, reply_with
 from tests.support.http_faults import RESET, Act, FakeClock, reply, scripted_server
 
 URL = "http://one:30000"
+ON_FAILURE = ("drop", "wait", "fail")
 
 
 def teacher(**changes: Any) -> TeacherConfig:
@@ -56,7 +57,7 @@ def test_no_server_is_named_twice(urls: list[str]) -> None:
 
 
 def test_defaults_of_config_and_client_are_the_same() -> None:
-    assert client_limits(teacher()) == ClientLimits()
+    assert replace(client_limits(teacher()), outlast_breaker=False) == ClientLimits()
     assert BreakerLimits(**BreakerConfig().model_dump()) == BreakerLimits()
 
 
@@ -70,7 +71,15 @@ def test_every_limit_of_the_client_comes_from_config() -> None:
         "max_inflight_tokens": 1234,
         "breaker": {"failures_in_a_row": 2, "failure_share": 0.9, "window": 3, "open_s": 1.5},
     }
-    assert asdict(client_limits(teacher(**changed))) == changed
+    assert asdict(client_limits(teacher(**changed))) == changed | {"outlast_breaker": True}
+
+
+def test_a_teacher_that_is_away_is_waited_for_where_a_score_may_come_late() -> None:
+    waits = {how: client_limits(teacher(on_failure=how)).outlast_breaker for how in ON_FAILURE}
+    assert waits == {"drop": True, "wait": True, "fail": False}
+    # A server of the run's own is started anew instead, by whoever hears of it.
+    own = teacher(model={"kind": "hf", "path": "somewhere"}, url=None)
+    assert not client_limits(own).outlast_breaker
 
 
 def test_prefix_scoring_needs_a_server_and_a_smaller_share() -> None:
@@ -89,9 +98,9 @@ def test_prefix_scores_have_a_client_of_their_own() -> None:
     )
     limits = prefix_limits(asked)
     assert (limits.max_inflight_tokens, limits.max_retries) == (99, 0)
-    assert replace(limits, max_inflight_tokens=1, max_retries=1) == replace(
-        client_limits(asked), max_inflight_tokens=1, max_retries=1
-    )
+    shared = {"max_inflight_tokens": 1, "max_retries": 1, "outlast_breaker": True}
+    assert not limits.outlast_breaker  # the first to be left out
+    assert replace(limits, **shared) == replace(client_limits(asked), **shared)
 
 
 def right(body: dict[str, Any]) -> Act:
@@ -101,7 +110,8 @@ def right(body: dict[str, Any]) -> Act:
 async def test_a_run_is_told_when_a_server_is_left_alone_and_when_it_is_back() -> None:
     told: list[tuple[Event, str, str]] = []
     clock = FakeClock()
-    limits = client_limits(teacher(max_retries=0, breaker={"failures_in_a_row": 1, "open_s": 4.0}))
+    breaker = {"failures_in_a_row": 1, "open_s": 4.0}
+    limits = client_limits(teacher(max_retries=0, breaker=breaker, on_failure="fail"))
     async with (
         scripted_server(RESET, right) as server,
         GenerateClient(

@@ -109,7 +109,7 @@ class TestCheckpoints:
             state=state,
             files=manifest.files,
         )
-        marker.write_text(sealed.model_dump_json())
+        marker.write_bytes(sealed.to_bytes())
         with pytest.raises(RecordError, match="made under config 000000000000, the run has"):
             validate_path(run)
 

@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from miniverl_dist.errors import TokenizerMismatchError
+from miniverl_dist.errors import (
+    RequestRejectedError,
+    ServerUnavailableError,
+    TokenizerMismatchError,
+)
 from miniverl_dist.generate_api.app import serving
 from miniverl_dist.generate_api.client import ClientLimits, GenerateClient
 from miniverl_dist.ports import TeacherScorer
@@ -27,7 +31,7 @@ from miniverl_dist.schemas.teacher import (
 )
 from miniverl_dist.schemas.trajectory import Trajectory
 from teacher_server.app import build_teacher_app
-from teacher_server.client import HttpTeacher, LocalTeacher
+from teacher_server.client import HttpTeacher, LocalTeacher, explained_at_start
 from teacher_server.rendering import TeacherRendering
 from tests.support.http_faults import (
     HANG,
@@ -384,3 +388,55 @@ async def test_the_servers_tokenizer_is_compared_where_it_names_one() -> None:
         with pytest.raises(TokenizerMismatchError, match="reads ids of tokenizer 000000000000"):
             await teacher.require_same_tokenizer()
         await teacher.require_same_tokenizer()
+        assert teacher.short_contexts == {}
+
+
+async def test_a_foreign_tokenizer_names_both_sides_and_the_field_for_a_toys_ids() -> None:
+    foreign = reply(body={"model_path": "toy-teacher", "tokenizer_fingerprint": "0" * 64})
+    async with http_teacher(foreign) as (teacher, _, _):
+        with pytest.raises(TokenizerMismatchError) as caught:
+            await teacher.require_same_tokenizer()
+    said = str(caught.value)
+    assert "(toy-teacher) reads ids of tokenizer 000000000000" in said
+    assert f"rendered for {IDENTITY.tokenizer} (ffffffffffff)" in said
+    assert "set teacher.vocabulary to the file teacher-vocabulary.json of the run" in said
+
+
+async def test_a_servers_shorter_context_is_kept_to_without_asking() -> None:
+    info = reply(body={"model_path": "m", "max_context_tokens": 5})
+    async with http_teacher(info) as (teacher, server, _):
+        await teacher.require_same_tokenizer()
+        assert teacher.short_contexts == {server.url: 5}
+        reason, detail = refusal(await teacher.score(trajectory()))
+        assert (reason, detail) == (RefusalReason.TOO_LONG, "6 teacher tokens, the limit is 5")
+        assert len(server.received) == 1
+    enough = reply(body={"model_path": "m", "max_context_tokens": 100})
+    async with http_teacher(enough) as (teacher, _, _):
+        await teacher.require_same_tokenizer()
+        assert teacher.short_contexts == {}
+
+
+UNAUTHORIZED = reply(401, {"error": {"message": "Unauthorized"}})
+
+
+async def test_a_missing_token_names_the_field_that_it_goes_into() -> None:
+    async with http_teacher(UNAUTHORIZED) as (teacher, _, _):
+        said = "teacher.headers_file has to"
+        with pytest.raises(RequestRejectedError, match=said) as caught, explained_at_start():
+            await teacher.require_same_tokenizer()
+        assert caught.value.status == 401
+        # In the middle of a run as well: a token may be changed there.
+        reason, detail = refusal(await teacher.score(trajectory()))
+    assert reason is RefusalReason.REJECTED
+    assert "HTTP 401: Unauthorized; teacher.headers_file has to name a file" in detail
+    assert "headers_file" not in refusal(await ask(reply(400, {"error": {"message": "no"}})))[1]
+
+
+async def test_a_teacher_that_is_not_up_names_its_field_and_what_to_do() -> None:
+    async with http_teacher(RESET) as (teacher, server, _):
+        with pytest.raises(ServerUnavailableError) as caught, explained_at_start():
+            await teacher.require_same_tokenizer()
+        assert str(caught.value).startswith(f"teacher.url: {server.url}/model_info: ")
+        assert "then go on with `miniverl-dist resume RUN`" in str(caught.value)
+        _, detail = refusal(await teacher.score(trajectory()))
+    assert detail.endswith("(teacher.deadline_s, teacher.max_retries, teacher.breaker)")

@@ -44,6 +44,12 @@ def test_lines_for_a_log() -> None:
     assert lines[-2:] == ["step 3  pass 0.50  s 1.2", "[red]done[/red]"]
 
 
+def test_what_was_lost_stands_in_the_line_of_its_step() -> None:
+    lost = {"teacher_dropped": 3.0, "num_harness_faults": 1, "num_refilled_groups": 2}
+    assert step_line(STEP | lost).endswith("s 1.2  unscored 3  faults 1  refilled 2")
+    assert step_line(STEP | dict.fromkeys(lost, 0.0)) == step_line(STEP)
+
+
 def test_json_lines_are_json_whatever_the_numbers() -> None:
     out = io.StringIO()
     work(JsonProgress(out))
