@@ -27,8 +27,12 @@ from miniverl_dist.errors import ConfigError, MiniverlError
 from miniverl_dist.observability.environment import git_commit
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-LEFT_OUT: Final = (".*", "__pycache__", "*.pyc", "*.egg-info", "venv", "runs", "dist", "build")
-"""Names (of folders and files, at any depth) that no job needs: hidden ones, caches, results."""
+LEFT_OUT: Final = (
+    *(".*", "__pycache__", "*.pyc", "*.egg-info", "venv", "dist", "build"),
+    *("runs", "secrets"),
+)
+"""Names (of folders and files, at any depth) that no job needs or may have: hidden ones, caches,
+results, tokens."""
 _MIB: Final = 1024 * 1024
 _NUM_LARGEST_SHOWN: Final = 3
 _ANSWER_WITHIN_S: Final = 10

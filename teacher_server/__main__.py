@@ -52,7 +52,7 @@ def _config(options: argparse.Namespace) -> LocalTeacherService:
     try:
         return LocalTeacherService(
             kind="local",
-            name=options.model_dir.name,
+            name=options.model_dir.resolve().name,
             model=options.model_dir,
             dtype=options.dtype,
             device=options.device,

@@ -333,6 +333,11 @@ class RunConfig(ConfigModel):
                 "process, not from `url`"
             )
         if distill.support == "exact_full_vocab":
+            if teacher.fit is not None and teacher.rendering != "verbatim":
+                return (
+                    "distill.support exact_full_vocab needs one vocabulary for both, and a fitted "
+                    "teacher has the student's only under teacher.rendering verbatim"
+                )
             if teacher.tokenizer != self.student.tokenizer:
                 return (
                     f"distill.support exact_full_vocab compares token by token, but the teacher "
@@ -361,6 +366,11 @@ class RunConfig(ConfigModel):
             return (
                 f"teacher.mode privileged_context: objective {self.objective} asks no teacher; "
                 "remove it"
+            )
+        if teacher.mode == "privileged_context" and "teacher" in self.evaluation.baselines:
+            return (
+                "evaluation.baselines: a teacher with privileged context acts without the oracle's "
+                "calls that it scores with; leave it out"
             )
         return None
 

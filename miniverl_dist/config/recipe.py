@@ -170,8 +170,8 @@ class SGLangEngineConfig(ConfigModel):
     control_deadline_s: PositiveFloat = 30.0
     """For pause, abort, flush and the like."""
     extra_args: tuple[str, ...] = ()
-    """Further arguments of ``sglang.launch_server``; none that the wrapper sets itself, and none that
-    makes the model or its sampling another one than the trainer's."""
+    """Further arguments of ``sglang.launch_server``; none that the wrapper sets itself, and none
+    that makes the model or its sampling another one than the trainer's."""
     extra_env: dict[str, str] = Field(default_factory=dict)
     """Variables for the server's process; none that the wrapper sets itself."""
 

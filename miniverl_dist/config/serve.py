@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from miniverl_dist.config.base import (
     ConfigModel,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,

@@ -56,7 +56,7 @@ TEACHER_OPTIONS = (
         "max-queued-requests",
     }
 )
-"""Refused in ``SglangLaunch.extra_args``; one that ends with a dash stands for all that begin so."""
+"""Refused in ``SglangLaunch.extra_args``; a name with a dash at its end stands for a family."""
 ENGINE_OPTIONS = (
     _ADDRESS
     | _SECRET
@@ -111,8 +111,8 @@ ENGINE_OPTIONS = (
         "weight-version",
     }
 )
-"""Refused in ``SGLangEngineConfig.extra_args``: what the wrapper sets itself, and whatever else would
-make the server's model or its sampling another one than the trainer's."""
+"""Refused in ``SGLangEngineConfig.extra_args``: what the wrapper sets itself, and whatever else
+would make the server's model or its sampling another one than the trainer's."""
 ENGINE_VARIABLES = frozenset(
     {
         "HF_HUB_OFFLINE",
@@ -121,7 +121,7 @@ ENGINE_VARIABLES = frozenset(
         "SGLANG_RETURN_ORIGINAL_LOGPROB",
     }
 )
-"""What ``rollout_server.engines.sglang_server`` sets in the server's environment whatever it finds."""
+"""Set by ``rollout_server.engines.sglang_server``, whatever this process's environment says."""
 
 
 def refused_options(arguments: Iterable[str], refused: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
@@ -26,14 +27,13 @@ from aiohttp.typedefs import Handler, Middleware
 
 from miniverl_dist.errors import RequestRejectedError, ServerBusyError, ServerUnavailableError
 from miniverl_dist.generate_api.bearer import BearerToken, require_token
+from miniverl_dist.generate_api.incoming import decode_requests
+from miniverl_dist.generate_api.listening import Buffered, TasksAtWork, connections, error_reply
 from miniverl_dist.generate_api.wire import (
-    ErrorBody,
-    ErrorReply,
     GenerateReply,
     GenerateRequest,
     ModelInfo,
     SamplingParams,
-    decode_requests,
     encode_replies,
 )
 
@@ -46,6 +46,9 @@ Admit = Callable[[Sequence[GenerateRequest]], AbstractContextManager[None]]
 Observe = Callable[[str, int, float], None]
 """Told of every answer: (path, status, seconds)."""
 _KEPT_HEADERS = frozenset({"Allow", "WWW-Authenticate"})
+_ANSWER_DEADLINE_S = 1.0
+"""For the answers of a server that has drained to leave it."""
+_BACKLOG = 128
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """What a probe may ask without the token."""
 
@@ -84,6 +87,13 @@ class ServerLimits:
     """Prompts at work or waiting; 503 above."""
     body_deadline_s: float = 60.0
     """For the body of a request to arrive."""
+    max_buffered_bytes: int = 256 * 2**20
+    """Of all bodies that arrive at the same time; 503 above."""
+    max_connections: int = 2048
+    """Open at once, idle ones included; 503 above."""
+    idle_deadline_s: float = 75.0
+    """For the head of a request to arrive, from the connection or the former request on. Clients
+    should not keep an idle connection that long: aiohttp's keep it for 15 s."""
 
 
 def build_app(
@@ -114,25 +124,19 @@ async def drain(app: web.Application, *, deadline_s: float) -> bool:
     """Take no new prompts, and wait for those at work; False where the deadline came first."""
     server = app[_SERVER]
     server.is_draining = True
-    try:
-        # Waits for the requests at work, which their handler ends.
-        async with asyncio.timeout(deadline_s):
-            await server.idle.wait()
-    except TimeoutError:
-        return False
-    return True
+    return await server.at_work.wait_idle(deadline_s)
 
 
 class _Server:
     def __init__(self, handler: GenerateHandler, limits: ServerLimits, admit: Admit) -> None:
         self._handler = handler
-        self._limits = limits
+        self.limits = limits
         self._admit = admit
         self._num_requests = 0
         self._rids: set[str] = set()
+        self._buffered = Buffered(limits.max_buffered_bytes)
+        self.at_work = TasksAtWork()
         self.is_draining = False
-        self.idle = asyncio.Event()
-        self.idle.set()
 
     async def health(self, request: web.Request) -> web.Response:
         """Whether the process answers at all, also while it drains."""
@@ -154,57 +158,90 @@ class _Server:
         return _json(msgspec.json.encode(self._handler.model_info()))
 
     async def generate(self, request: web.Request) -> web.Response:
+        """One prompt or a batch; where the server is cut off meanwhile, a 503."""
         self._require_open()
-        prompts, is_batch = decode_requests(await self._body(request))
+        task = self.at_work.enter()
+        try:
+            return await self._generate(request)
+        except asyncio.CancelledError:
+            if not self.at_work.is_cut:
+                raise  # the client has hung up
+            task.uncancel()
+            raise ServerUnavailableError("the server has stopped before this was done") from None
+        finally:
+            self.at_work.leave(task)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        prompts, is_batch = await self._prompts(request)
+        self._require_open()  # it may have begun to drain while the body arrived
         self._check(prompts)
-        with self._admit(prompts), self._at_work(prompts):
+        with self._admit(prompts), self._counted(prompts):
             # Waits for the handler, whose own deadlines bound it.
             answers = await asyncio.gather(
                 *(self._handler.generate(each) for each in prompts), return_exceptions=True
             )
         return _json(encode_replies([_or_raise(each) for each in answers], is_batch=is_batch))
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _prompts(self, request: web.Request) -> tuple[list[GenerateRequest], bool]:
+        chunks: list[bytes] = []
+        num_bytes = 0
         try:
             # Waits for the client to send what it has announced.
-            async with asyncio.timeout(self._limits.body_deadline_s):
-                return await request.read()
+            async with asyncio.timeout(self.limits.body_deadline_s):
+                async for chunk in request.content.iter_any():
+                    chunks.append(chunk)
+                    num_bytes += len(chunk)
+                    self._take_in(chunk, num_bytes)
+            return decode_requests(
+                b"".join(chunks),
+                max_prompts=self.limits.max_batch_size,
+                max_context_tokens=self.limits.max_context_tokens,
+            )
         except TimeoutError:
             raise RequestRejectedError(
-                f"the body did not arrive within {self._limits.body_deadline_s:.3g} s", status=408
+                f"the body did not arrive within {self.limits.body_deadline_s:.3g} s", status=408
             ) from None
         except web.RequestPayloadError as exc:
             # Chunks or compression that are broken; cut connections end here too.
             raise RequestRejectedError(f"the body cannot be read: {exc}") from exc
+        finally:
+            self._buffered.take_off(num_bytes)
+
+    def _take_in(self, chunk: bytes, num_bytes: int) -> None:
+        """Count what has arrived of a body, unpacked."""
+        is_room = self._buffered.add(len(chunk))
+        if num_bytes > self.limits.max_body_bytes:
+            raise RequestRejectedError(
+                f"the body has more than {self.limits.max_body_bytes} bytes", status=413
+            )
+        if not is_room:
+            raise ServerUnavailableError("too many large bodies arrive at the same time")
 
     @contextmanager
-    def _at_work(self, prompts: Sequence[GenerateRequest]) -> Iterator[None]:
+    def _counted(self, prompts: Sequence[GenerateRequest]) -> Iterator[None]:
         rids = {prompt.rid for prompt in prompts if prompt.rid is not None}
         self._num_requests += len(prompts)
         self._rids |= rids
-        self.idle.clear()
         try:
             yield
         finally:
             self._num_requests -= len(prompts)
             self._rids -= rids
-            if self._num_requests == 0:
-                self.idle.set()
 
     def _check(self, prompts: Sequence[GenerateRequest]) -> None:
-        if not 1 <= len(prompts) <= self._limits.max_batch_size:
+        if not 1 <= len(prompts) <= self.limits.max_batch_size:
             raise RequestRejectedError(
-                f"a batch of {len(prompts)} prompts, expected 1 to {self._limits.max_batch_size}"
+                f"a batch of {len(prompts)} prompts, expected 1 to {self.limits.max_batch_size}"
             )
         seen = set(self._rids)
         for prompt in prompts:
-            check_request(prompt, self._limits)
+            check_request(prompt, self.limits)
             self._handler.check(prompt)
             if prompt.rid in seen:
                 raise RequestRejectedError(f"rid {prompt.rid!r} is already in use")
             if prompt.rid is not None:
                 seen.add(prompt.rid)
-        if self._num_requests + len(prompts) > self._limits.max_requests:
+        if self._num_requests + len(prompts) > self.limits.max_requests:
             raise ServerUnavailableError(f"the queue is full ({self._num_requests} requests)")
 
 
@@ -266,25 +303,25 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except RequestRejectedError as exc:
-        return _error(exc.status, str(exc))
+        return error_reply(exc.status, str(exc))
     except ServerBusyError as exc:
-        response = _error(HTTPStatus.TOO_MANY_REQUESTS, str(exc))
+        response = error_reply(HTTPStatus.TOO_MANY_REQUESTS, str(exc))
         response.headers["Retry-After"] = str(math.ceil(exc.retry_after_s))
         return response
     except ServerUnavailableError as exc:
-        response = _error(HTTPStatus.SERVICE_UNAVAILABLE, str(exc))
+        response = error_reply(HTTPStatus.SERVICE_UNAVAILABLE, str(exc))
         response.headers["Retry-After"] = "1"
         return response
     except web.HTTPException as exc:
         # aiohttp's own refusals (unknown path, wrong method, body too large) in the contract's form
-        response = _error(exc.status, exc.text or exc.reason)
+        response = error_reply(exc.status, exc.text or exc.reason)
         for name in _KEPT_HEADERS & set(exc.headers):
             response.headers[name] = exc.headers[name]
         return response
     except Exception as exc:  # noqa: BLE001
         # A defect of the handler ends this request, not the server, and not in silence.
         _log.exception("request to %s failed", request.path)
-        return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(exc).__name__}: {exc}")
+        return error_reply(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(exc).__name__}: {exc}")
 
 
 def _observer(observe: Observe) -> Middleware:
@@ -301,13 +338,8 @@ def _observer(observe: Observe) -> Middleware:
     return observed
 
 
-def _error(status: int, message: str) -> web.Response:
-    body = ErrorReply(ErrorBody(message=message, code=status))
-    return _json(msgspec.json.encode(body), status=status)
-
-
-def _json(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json")
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
 
 
 @asynccontextmanager
@@ -320,20 +352,45 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve ``app`` for the length of the block and yield its base URL; port 0 picks a free one.
 
-    At the end no new connection is taken, and requests at work get ``shutdown_deadline_s``. A
-    request whose client hangs up is cancelled: nobody waits for its answer any more.
+    At the end it drains: requests at work get ``shutdown_deadline_s``, what is not done by then a
+    503. A request whose client hangs up is cancelled: nobody waits for its answer any more.
+
+    Args:
+        app: made by ``build_app``.
+        host: to listen at.
+        port: to listen at.
+        shutdown_deadline_s: a second more is left for the last answers to be sent.
     """
     runner = web.AppRunner(
-        app, shutdown_timeout=shutdown_deadline_s, access_log=None, handler_cancellation=True
+        app, shutdown_timeout=_ANSWER_DEADLINE_S, access_log=None, handler_cancellation=True
     )
     await runner.setup()
+    listener: asyncio.Server | None = None
     try:
-        await web.TCPSite(runner, host, port).start()
-        bound_host, bound_port = runner.addresses[0][:2]
+        listener = await _listener(runner, app[_SERVER].limits, host, port)
+        bound_host, bound_port = listener.sockets[0].getsockname()[:2]
         bracketed = f"[{bound_host}]" if ":" in bound_host else bound_host
         yield f"http://{bracketed}:{bound_port}"
     finally:
+        if not await drain(app, deadline_s=shutdown_deadline_s):
+            _log.warning("requests were still at work after %.3g s", shutdown_deadline_s)
+        app[_SERVER].at_work.cut()
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
+
+
+async def _listener(
+    runner: web.AppRunner, limits: ServerLimits, host: str, port: int
+) -> asyncio.Server:
+    assert runner.server is not None  # it has been set up
+    make = connections(
+        runner.server,
+        idle_deadline_s=limits.idle_deadline_s,
+        max_connections=limits.max_connections,
+    )
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(make, host, port, family=socket.AF_UNSPEC, backlog=_BACKLOG)
 
 
 async def serve_until_signal(
@@ -346,8 +403,7 @@ async def serve_until_signal(
 ) -> None:
     """Serve until SIGTERM or SIGINT; ``announce`` is told the base URL once it answers.
 
-    Then drain for at most ``shutdown_deadline_s``: still connected clients learn that the server
-    stops, and requests at work finish.
+    Then drain as ``serving`` does: clients learn that the server stops, requests at work finish.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -359,5 +415,3 @@ async def serve_until_signal(
         announce(base_url)
         # Waits for a signal; serving has no end of its own.
         await stop.wait()
-        if not await drain(app, deadline_s=shutdown_deadline_s):
-            _log.warning("requests were still at work after %.3g s", shutdown_deadline_s)

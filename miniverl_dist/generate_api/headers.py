@@ -12,7 +12,22 @@ from pathlib import Path
 from miniverl_dist.errors import ConfigError
 
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-_OWN_HEADERS = frozenset({"content-type", "content-length", "transfer-encoding"})
+_OWN_HEADERS = frozenset(
+    {
+        "accept-encoding",
+        "connection",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        "expect",
+        "keep-alive",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+"""They say how a body is sent, or what becomes of the connection."""
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
@@ -36,7 +51,8 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 def _http_date(value: str) -> datetime | None:
     try:
         date = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError, IndexError, TypeError):
+        # What a server sends is read by the rules for mail, which meet numbers of any size.
         return None
     return date if date.tzinfo else date.replace(tzinfo=UTC)
 
@@ -49,7 +65,8 @@ def read_headers_file(path: Path) -> dict[str, str]:
             line, which may hold a secret.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Other characters that end a line for Python are part of a value, and refused there.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as exc:
         reason = getattr(exc, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"headers file {path}: {reason}") from None

@@ -163,91 +163,23 @@ class ErrorReply(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
-class _WireRequest(msgspec.Struct, frozen=True):
-    """A request as it may arrive: one prompt or a batch, any field one value or one per prompt."""
-
-    input_ids: msgspec.Raw = msgspec.Raw(b"null")
-    sampling_params: SamplingParams | list[SamplingParams] | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
-    return_text_in_logprobs: bool | None = None
-    rid: str | list[str | None] | None = None
-    extra_key: str | list[str | None] | None = None
-    return_routed_experts: bool | list[bool] | None = None
-    stream: bool | None = None
-
-
 def _without_nulls(struct: msgspec.Struct) -> dict[str, Any]:
     fields = msgspec.structs.asdict(struct)
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def encode_request(request: GenerateRequest) -> bytes:
-    """JSON of one request, every sampling parameter spelled out and no nulls."""
-    body = _without_nulls(request)
-    body["sampling_params"] = _without_nulls(request.sampling_params)
-    return msgspec.json.encode(body)
-
-
-def decode_requests(data: bytes) -> tuple[list[GenerateRequest], bool]:
-    """Read a body of ``POST /generate``.
-
-    Returns:
-        ``(requests, is_batch)``; a batch is answered by a list, whatever its length.
+    """JSON of one request, every sampling parameter spelled out and no nulls.
 
     Raises:
-        RequestRejectedError: the body does not follow the contract; one bad item spoils a batch.
+        RequestRejectedError: a number or a text that JSON cannot carry.
     """
-    wire = _decode_body(data, _WireRequest)
-    if wire.stream:
-        raise RequestRejectedError("stream: true is unsupported, the server answers in one piece")
-    raw = bytes(wire.input_ids).strip()
-    if raw == b"null":
-        raise RequestRejectedError("input_ids are required (text prompts are not supported)")
-    is_batch = raw[:1] == b"[" and raw[1:].lstrip()[:1] == b"["
-    if is_batch:
-        prompts = _decode_body(raw, list[tuple[int, ...]], where="input_ids: ")
-    else:
-        prompts = [_decode_body(raw, tuple[int, ...], where="input_ids: ")]
-    count = len(prompts)
-    columns = (
-        _spread("sampling_params", wire.sampling_params, count, SamplingParams()),
-        _spread("return_logprob", wire.return_logprob, count, default=False),
-        _spread("logprob_start_len", wire.logprob_start_len, count, -1),
-        _spread("top_logprobs_num", wire.top_logprobs_num, count, 0),
-        [bool(wire.return_text_in_logprobs)] * count,
-        _spread("rid", _separate(wire.rid, count), count, None),
-        _spread("extra_key", wire.extra_key, count, None),
-        _spread("return_routed_experts", wire.return_routed_experts, count, default=False),
-    )
-    return [
-        GenerateRequest(ids, *fields) for ids, *fields in zip(prompts, *columns, strict=True)
-    ], is_batch
-
-
-def _decode_body(data: bytes, form: type[T], where: str = "") -> T:
+    body = _without_nulls(request)
+    body["sampling_params"] = _without_nulls(request.sampling_params)
     try:
-        return msgspec.json.decode(data, type=form)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise RequestRejectedError(f"{where}{exc}") from exc
-
-
-def _separate(rid: str | list[str | None] | None, count: int) -> str | list[str | None] | None:
-    """A batch under one rid gets one per prompt, since a rid names one request."""
-    if isinstance(rid, str) and count > 1:
-        return [f"{rid}_{index}" for index in range(count)]
-    return rid
-
-
-def _spread(name: str, value: T | list[T] | None, count: int, default: T) -> list[T]:
-    if value is None:
-        return [default] * count
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise RequestRejectedError(f"{name} has {len(value)} entries for {count} prompts")
-    return value
+        return msgspec.json.encode(body)
+    except (OverflowError, UnicodeEncodeError) as exc:
+        raise RequestRejectedError(f"the request cannot be written as JSON: {exc}") from exc
 
 
 def encode_replies(replies: Sequence[GenerateReply], *, is_batch: bool) -> bytes:

@@ -63,6 +63,9 @@ METRICS: Final[Mapping[str, Metric]] = {
     "teacher_queried_position_ratio": Metric(
         "fraction", "compared positions among those that could have been"
     ),
+    "teacher_tail_mass_mean": Metric(
+        "probability", "the teacher's mass in the bucket, mean over stored rows"
+    ),
     "divergence_mean": Metric("nats", "mean divergence per compared position, unweighted"),
     "distill_loss": Metric("loss", "divergence part of the loss"),
     # Update

@@ -297,6 +297,8 @@ def _rows(
     rows = pack_targets(trajectories, targets, starts, minibatch_ids)
     metrics["num_target_rows"] = float(len(rows.positions))
     metrics["teacher_queried_position_ratio"] = len(rows.positions) / max(rows.num_candidates, 1)
+    if rows.top_k is not None and len(rows.positions):
+        metrics["teacher_tail_mass_mean"] = float(np.exp(rows.top_k.tail_logprobs).mean())
     return rows
 
 

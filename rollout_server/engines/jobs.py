@@ -128,9 +128,13 @@ def accept(
         )
     try:
         prompt = vocabulary.rows(request.input_ids)
+        is_stop = np.isin(vocabulary.ids, np.array(params.stop_token_ids, np.int64))
     except TokenizerMismatchError as error:
         raise GenerateApiError(f"engine {engine}: input_ids: {error}") from error
-    is_stop = np.isin(vocabulary.ids, np.array(params.stop_token_ids, np.int64))
+    except OverflowError as error:
+        raise GenerateApiError(
+            f"engine {engine}: input_ids or stop_token_ids: {error}; expected ids of 64 bits"
+        ) from error
     return kind(
         rid=request.rid or default_rid,
         prompt=prompt,

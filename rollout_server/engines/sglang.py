@@ -54,6 +54,9 @@ NO_BREAKER = BreakerLimits(
 )
 """There is one server, and its process says whether it lives."""
 DEATH_SEEN_S = 2.0
+SMALLEST_TEMPERATURE = 1e-6
+"""Below it SGLang 0.5.23 takes the likeliest token, and reports log-probabilities at temperature 1;
+at 0 so does every engine."""
 
 
 class SGLangEngine:
@@ -133,6 +136,7 @@ class SGLangEngine:
             DeadlineError: no answer in time; the request has been aborted.
         """
         self._check_usable()
+        _check_temperature(request.sampling_params.temperature)
         self._num_requests += 1
         job = accept(
             request,
@@ -395,6 +399,14 @@ class SGLangEngine:
         for name in names:
             with suppress(EngineError):  # a server that is gone has nothing left to abort
                 await self._server.control.abort(name)
+
+
+def _check_temperature(temperature: float) -> None:
+    if 0 < temperature < SMALLEST_TEMPERATURE:
+        raise RequestRejectedError(
+            f"sampling_params.temperature is {temperature}, expected 0 (greedy) or at least "
+            f"{SMALLEST_TEMPERATURE}: SGLang would decode greedily in between"
+        )
 
 
 def _checked_architecture(config_file: Path, vocabulary: AnyVocabulary) -> Architecture:

@@ -113,7 +113,8 @@ class SGLangLaunch:
         given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         given += [f"--{name}" for name, is_on in flags.items() if is_on]
         python = str(config.python or sys.executable)
-        return [python, "-m", "sglang.launch_server", *given, *config.extra_args]
+        # The last one wins; the config has refused extra arguments that are also given here.
+        return [python, "-m", "sglang.launch_server", *config.extra_args, *given]
 
 
 class SGLangServer:

@@ -130,7 +130,7 @@ async def test_a_local_service_asks_for_its_token_sheds_load_and_drains(config: 
     [
         ("model=nowhere", "no model folder"),
         ("max_queued_tokens=100", "one text may have 512 tokens"),
-        ("token_file=nowhere", "token file nowhere: No such file"),
+        ("token_file=nowhere", "token_file: token file nowhere: No such file"),
         ("port=taken", "in use"),
     ],
 )

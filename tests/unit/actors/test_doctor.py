@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import util
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,31 @@ def test_every_problem_has_a_remedy() -> None:
     for check in doctor.run_checks():
         assert check.status is Status.OK or check.remedy, check
         assert check.as_json()["status"] in ("ok", "missing", "absent", "warning")
+
+
+class TestSglang:
+    def installed(self, folder: Path) -> Path:
+        (folder / "lib/python3.11/site-packages/sglang-0.5.23.dist-info").mkdir(parents=True)
+        return folder
+
+    def test_in_an_environment_of_its_own(self, tmp_path: Path) -> None:
+        folder = self.installed(tmp_path)
+        found = doctor.sglang(folder, frozenset({"avx2", "amx_tile"}), has_gpu=False)
+        assert (found.status, found.found) == (Status.OK, f"0.5.23, {folder}/bin/python")
+        assert doctor.sglang(folder, frozenset({"avx2"}), has_gpu=True).status is Status.OK
+        assert doctor.sglang(folder, None, has_gpu=False).status is Status.OK
+
+    def test_a_cpu_without_amx_needs_the_overlay(self, tmp_path: Path) -> None:
+        found = doctor.sglang(self.installed(tmp_path), frozenset({"avx2"}), has_gpu=False)
+        assert found.status is Status.WARNING
+        assert "overlay: docs/engines.md" in found.remedy
+
+    def test_it_is_not_needed(self, tmp_path: Path) -> None:
+        if util.find_spec("sglang") is not None:
+            pytest.skip("SGLang is in this environment")
+        found = doctor.sglang(tmp_path, frozenset())
+        assert (found.status, found.remedy) == (Status.ABSENT, "scripts/install_sglang.sh")
+
+    def test_what_the_cpus_can_do_is_read(self) -> None:
+        flags = doctor.cpu_flags()
+        assert flags is None or flags

@@ -39,6 +39,7 @@ class TestFiles:
         for name in (
             *("actors/launch.py", "configs/a.yaml", "notes.txt"),
             *(".git/HEAD", ".venv/bin/python", ".env", "runs/a/metrics.jsonl", "dist/a.whl"),
+            "secrets/teacher-token",
             *("actors/__pycache__/launch.pyc", "a.egg-info/PKG-INFO", "actors/stale.pyc"),
         ):
             (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ FIT = {"num_steps": 1}
 TEACHER: dict[str, Any] = {"rendering": "raw", "model": TOY, "fit": FIT}
 SAME: dict[str, Any] = TEACHER | {"tokenizer": "qwen3.6", "rendering": "verbatim"}
 MEGATRON = {"model": {"kind": "megatron", "config": "config.json"}}
+HF_TEACHER: dict[str, Any] = {"rendering": "raw", "model": {"kind": "hf", "path": "m"}}
 QUANTIZED = {"kind": "hf", "path": "m", "lora": {}, "quantization": "nf4"}
 SFT: dict[str, Any] = {"objective": "sft", "demonstrations": {}}
 KD: dict[str, Any] = {
@@ -77,7 +78,19 @@ def test_what_makes_sense_is_taken(changes: dict[str, Any]) -> None:
         (OPD | {"runtime": "cluster"}, "runs on one device"),
         (OPD | {"loop": {"num_steps": 3, "accumulate": True}}, "accumulate does not go with"),
         (OPD | {"teacher": {"rendering": "raw", "url": "http://t"}}, "distill needs teacher.model"),
-        (OPD | {"distill": {"support": "exact_full_vocab"}}, "compares token by token"),
+        (
+            OPD | {"distill": {"support": "exact_full_vocab"}, "teacher": HF_TEACHER},
+            "compares token by token",
+        ),
+        (OPD | {"distill": {"support": "exact_full_vocab"}}, "needs one vocabulary for both"),
+        (
+            OPD
+            | {
+                "teacher": TEACHER | {"mode": "privileged_context"},
+                "evaluation": {"baselines": ["teacher"]},
+            },
+            "acts without the oracle's calls",
+        ),
         (
             OPD
             | {

@@ -192,7 +192,7 @@ class TestProblems:
             "r.yaml: objective grpo_opd needs a `teacher` section"
         ]
         assert problems_of("extends: base.yaml\ndeadlines: {generate_s: 1e9}")[0].startswith(
-            "r.yaml:2: deadlines: deadlines.generate_s (1000000000.0) exceeds take_s"
+            "r.yaml:2: deadlines.generate_s (1000000000.0) exceeds take_s"
         )
 
     def test_a_missing_section_is_named(self) -> None:

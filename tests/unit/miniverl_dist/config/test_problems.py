@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from miniverl_dist.config.problems import dotted, explain, explain_in_line
+from miniverl_dist.config.problems import Problem, dotted, explain, explain_in_line
 
 
 class Square(BaseModel, extra="forbid"):
@@ -56,6 +56,21 @@ def test_branches_without_a_kind_do_not_enter_the_path() -> None:
 )
 def test_what_was_found_in_words(value: object, words: str) -> None:
     assert lines(sizes={"a": value}) == [f"sizes.a: found {words}, expected an integer"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("teacher: give either", "teacher: give either"),
+        ("teacher.fit is missing", "teacher.fit is missing"),
+        ("teacher is missing", "teacher is missing"),
+        ("teachers are many", "teacher: teachers are many"),
+        ("give either", "teacher: give either"),
+    ],
+)
+def test_a_text_that_names_its_field_is_not_given_the_name_again(text: str, shown: str) -> None:
+    assert str(Problem(("teacher",), text)) == shown
+    assert str(Problem((), text)) == text
 
 
 def test_dotted_paths() -> None:

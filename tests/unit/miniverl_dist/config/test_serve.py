@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
-from miniverl_dist.config.load import config_kind, load_teacher_service
+from miniverl_dist.config.load import config_kind, load_config, load_teacher_service
 from miniverl_dist.config.serve import LocalTeacherService, SglangTeacherService
 from miniverl_dist.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[4]
 LOCAL = "kind: local\nname: t\nmodel: models/t\n"
 LAUNCH = "kind: sglang\nname: t\nlaunch: {model: m}\n"
 
@@ -50,6 +52,7 @@ def test_both_kinds_with_overrides_and_bases(tmp_path: Path) -> None:
         ("name: t\n", [], "found no `kind`"),
         ("kind: remote\nname: t\n", [], "t.yaml:1: found kind 'remote', expected"),
         ("kind: [1]\nname: t\n", [], "expected the config of a teacher's service"),
+        ("name: r\nloop: {num_steps: 1}\n", [], "found a run's recipe (`miniverl-dist train` ta"),
     ],
 )
 def test_what_is_wrong_is_one_clear_error(
@@ -68,3 +71,22 @@ def test_loopback_needs_no_token(host: str, tmp_path: Path) -> None:
 
 def test_with_a_token_other_hosts_are_allowed(tmp_path: Path) -> None:
     assert load(tmp_path, LOCAL, "host=0.0.0.0", "token_file=secret").name == "t"
+
+
+def test_the_config_of_a_service_is_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text(LOCAL)
+    with pytest.raises(ConfigError, match="`miniverl-dist serve teacher` takes it"):
+        load_config(tmp_path / "t.yaml")
+
+
+def test_the_reference_run_and_its_teacher_fit_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    service = load_teacher_service(Path("configs/teacher_dsv4_flash_4xb200.yaml"))
+    teacher = load_config(Path("configs/bfcl_qwen36_35b_2x8_h100.yaml")).config.teacher
+    assert isinstance(service, SglangTeacherService)
+    assert service.launch is not None
+    assert teacher is not None
+    # A server that asks for a token needs a client that brings one.
+    assert (service.launch.token_file is None) == (teacher.headers_file is None)
+    assert urlsplit(teacher.url or "").port == service.launch.port
+    assert teacher.max_prefill_tokens == service.launch.context_length

@@ -119,5 +119,5 @@ def test_urls_are_checked() -> None:
         endpoints("http://a", "http://a/")
     with pytest.raises(ConfigError, match="one or more"):
         endpoints()
-    with pytest.raises(ConfigError, match="expected http://"):
+    with pytest.raises(ConfigError, match=r"expected http\(s\)://"):
         endpoints("http://")

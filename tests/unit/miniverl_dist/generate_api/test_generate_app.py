@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from miniverl_dist.errors import RequestRejectedError, ServerUnavailableError
 from miniverl_dist.generate_api.app import ServerLimits, build_app, check_request, serving
 from miniverl_dist.generate_api.client import ClientLimits, GenerateClient
+from miniverl_dist.generate_api.incoming import decode_requests
 from miniverl_dist.generate_api.wire import (
     FinishReason,
     GenerateReply,
@@ -27,7 +28,6 @@ from miniverl_dist.generate_api.wire import (
     MetaInfo,
     ModelInfo,
     SamplingParams,
-    decode_requests,
 )
 
 LIMITS = ServerLimits(vocab_size=512, max_context_tokens=200)

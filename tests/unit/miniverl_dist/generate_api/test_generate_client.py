@@ -355,5 +355,5 @@ def test_credentials_in_the_url_are_refused() -> None:
     with pytest.raises(ConfigError, match="headers file") as caught:
         GenerateClient("http://me:secret@host")
     assert "secret" not in str(caught.value)
-    with pytest.raises(ConfigError, match="expected http://"):
+    with pytest.raises(ConfigError, match=r"expected http\(s\)://"):
         GenerateClient("host:80")

@@ -18,6 +18,7 @@ from miniverl_dist.errors import (
     ReplyMismatchError,
     RequestRejectedError,
 )
+from miniverl_dist.generate_api.incoming import decode_requests
 from miniverl_dist.generate_api.wire import (
     GenerateReply,
     GenerateRequest,
@@ -28,7 +29,6 @@ from miniverl_dist.generate_api.wire import (
     decode_batch_reply,
     decode_input_logprobs,
     decode_reply,
-    decode_requests,
     encode_replies,
     encode_request,
     error_message,
