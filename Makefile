@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 STAMP := $(VENV)/.installed
 INPUTS := pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/install_bfcl.sh scripts/install_megatron.sh $(filter-out scripts/lock/sglang.txt,$(wildcard scripts/lock/*.txt))
 
-.PHONY: setup demo demo-sign demo-lookahead test test-slow test-gpu test-sglang test-all lint format type imports bench docs build ci clean
+.PHONY: setup demo demo-sign demo-lookahead test test-slow test-gpu test-sglang test-all lint format type imports bench evidence docs build ci clean
 
 setup: $(STAMP)
 
@@ -62,6 +62,9 @@ imports: setup
 bench: setup  ## one script per claim; ratios within one run
 	@for script in benchmarks/bench_*.py; do name=$$(basename $$script .py); \
 	  echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+evidence: setup  ## arms over seeds on the toy tasks, then docs/evidence.md (hours; goes on where it stopped)
+	$(BIN)/python -m scripts.evidence --output $(RUNS)/evidence
 
 docs: setup  ## refresh the measured tables in docs/
 	$(BIN)/python -m scripts.credit_study --write

@@ -126,6 +126,24 @@ async def test_rows_are_written_tokens_that_both_have() -> None:
     assert rows.num_candidates == mask.sum()
 
 
+async def test_the_selection_leaves_rows_out() -> None:
+    some = choice("uniform_ratio", 0.5)
+    source = TeacherTexts(some, View, max_tokens=999)
+    many = [told("abcdefghij", member=i) for i in range(20)]
+    every, found = await texts().targets(many), await source.targets(many)
+    for one in many:
+        rows, all_rows = found[one.trajectory_id], every[one.trajectory_id]
+        chosen = some.among(one, all_rows.positions)
+        assert rows.positions.tolist() == all_rows.positions[chosen].tolist()
+        assert rows.context is not None
+        assert rows.context.positions.tolist() == (rows.positions + 2).tolist()
+    assert (
+        0
+        < sum(len(rows.positions) for rows in found.values())
+        < sum(len(rows.positions) for rows in every.values())
+    )
+
+
 async def test_a_text_that_is_too_long_is_refused_by_name() -> None:
     refused: list[tuple[str, str]] = []
     short, long = told("a"), told("a" * 50, member=1)
