@@ -268,9 +268,7 @@ def _pack(
         sequence_starts=starts,
         loss_mask=loss_mask,
         advantages=advantages,
-        rollout_logprobs=cut([m.trajectory.rollout_logprobs for m in members])
-        if config.is_online
-        else np.full(len(ids), np.nan),
+        rollout_logprobs=cut([m.trajectory.rollout_logprobs for m in members]),
         group_ids=tuple(m.trajectory.group_id for m in members),
         minibatch_ids=steps,
         num_loss_tokens=tuple(int(loss_mask[steps[ids] == k].sum()) for k in range(num_steps)),

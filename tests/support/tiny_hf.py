@@ -61,6 +61,11 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 _ROOT = TemporaryDirectory(prefix="tiny-hf-")
 
 
+TOLERANCE = 3e-5
+"""Nats. Step by step and at once, a recurrence of drawn weights sums in another order: 1.5e-5 was
+seen for qwen3_5_moe."""
+
+
 @cache
 def model_folder(architecture: str, seed: int = 0, dtype: str = "float32") -> Path:
     """A folder that transformers itself has written, the padding rows louder than all others."""
@@ -130,7 +135,7 @@ def check_reply(model: Any, request: GenerateRequest, reply: GenerateReply) -> N
     assert tuple(VOCABULARY.ids[rows].tolist()) == ids
     entries = reply.meta_info.output_token_logprobs
     assert entries is not None
-    np.testing.assert_allclose([entry[0] for entry in entries], logprobs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose([entry[0] for entry in entries], logprobs, rtol=0, atol=TOLERANCE)
 
 
 async def decoded(made: HFEngine, num_tokens: int) -> None:

@@ -70,7 +70,7 @@ class TestTeacherFiles:
         headers = f"teacher.headers_file={tmp_path / 'none'}"
         fixture = ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml"
         http = ["teacher.model=null", "teacher.fit=null", "teacher.url=http://127.0.0.1:9"]
-        with pytest.raises(ConfigError, match="teacher.headers_file"):
+        with pytest.raises(ConfigError, match=r"teacher\.headers_file"):
             launch.train(
                 load_config(fixture, [*http, headers]),
                 run_dir=tmp_path / "run",

@@ -205,6 +205,10 @@ class TestStop:
         summary = await asyncio.wait_for(scene.running.train(None), 5)
         assert (summary.step, summary.policy_version, summary.is_finished) == (0, 0, False)
         assert scene.manifest["status"] == "stopped"
+        # At once: the parts that are still starting may take minutes.
+        assert scene.progress.messages == [
+            "stop requested: the run ends in order after its parts have started"
+        ]
         assert [e["event"] for e in scene.world.events("stop_requested", "stopped")] == [
             "stop_requested",
             "stopped",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from actors.teacher_side import breaker_events, client_limits, prefix_limits
+from actors.teacher_side import breaker_events, client_limits, prefix_limits, teacher_scorer
 from miniverl_dist.config.roles import BreakerConfig, TeacherConfig
 from miniverl_dist.errors import ServerUnavailableError
 from miniverl_dist.generate_api.breaker import BreakerLimits
@@ -131,3 +132,40 @@ async def test_a_run_is_told_when_a_server_is_left_alone_and_when_it_is_back() -
         (Event.TEACHER_TRIED, server.url),
         (Event.TEACHER_BACK, server.url),
     ]
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["elsewhere", "of the run"])
+async def test_a_server_with_a_shorter_context_is_an_event_before_the_run(is_own: bool) -> None:
+    told: list[tuple[Event, str, str]] = []
+    info = reply(body={"model_path": "m", "max_context_tokens": 384})
+    async with scripted_server(info) as server:
+        config = teacher(url=server.url, probe=False, tokenizer="qwen3.6")
+        side: Any = None  # nothing is rendered
+        async with teacher_scorer(
+            config,
+            side,
+            Path(),
+            FakeClock(),
+            served_at=server.url if is_own else None,
+            tell=lambda *event: told.append(event),
+        ):
+            pass
+        url = server.url
+    if is_own:  # it is as long as the model that the run has chosen
+        assert told == []
+    else:
+        [(event, where, reason)] = told
+        assert (event, where) == (Event.TEACHER_CONTEXT_SHORT, url)
+        assert "at most 384 tokens, teacher.max_prefill_tokens is 32768" in reason
+
+
+async def test_a_server_that_is_not_there_names_its_field_before_the_run() -> None:
+    async with scripted_server(RESET) as server:
+        side: Any = None
+        config = teacher(url=server.url, probe=False, tokenizer="qwen3.6")
+        with pytest.raises(ServerUnavailableError, match=r"^teacher\.url: .*resume RUN"):
+            async with teacher_scorer(config, side, Path(), FakeClock()):
+                pass
+        with pytest.raises(ServerUnavailableError, match=r"^http"):
+            async with teacher_scorer(config, side, Path(), FakeClock(), served_at=server.url):
+                pass

@@ -26,6 +26,7 @@ TORCH_ZONE = (
     "teacher_server.scorer",
     "teacher_server.scorer_batches",
     "teacher_server.scorer_hf",
+    "teacher_server.scorer_hf_check",
     "actors.broadcast_group",
     "actors.builds",
     "actors.lab_builds",

@@ -117,6 +117,40 @@ async def test_closing_cancels_what_waits() -> None:
     assert scorer.seen == [[1]]
 
 
+async def test_a_batch_that_does_not_end_does_not_hold_up_the_end() -> None:
+    scorer = Gated()
+    queue = ScoreQueue(scorer)
+    first = asyncio.create_task(queue.score(job(1, 0)))
+    assert await asyncio.to_thread(scorer.started.wait, 5)
+    assert not await queue.close(deadline_s=0.02)
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    scorer.gate.set()
+    assert await queue.close(deadline_s=5)
+    assert not any(thread.name == "scorer" for thread in threading.enumerate())
+
+
+def test_a_batch_that_ends_behind_its_loop_is_thrown_away_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scorer = Gated()
+
+    async def leave_it() -> None:
+        queue = ScoreQueue(scorer)
+        first = asyncio.create_task(queue.score(job(1, 0)))
+        assert await asyncio.to_thread(scorer.started.wait, 5)
+        assert not await queue.close(deadline_s=0.01)
+        first.cancel()
+
+    asyncio.run(leave_it())
+    (thread,) = (each for each in threading.enumerate() if each.name == "scorer")
+    assert thread.daemon
+    scorer.gate.set()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert not caplog.records
+
+
 def test_a_scorer_of_single_texts_takes_the_oldest() -> None:
     scorer = SumScorer()
     batch = OneByOne(scorer).score_some([job(10, 20, 30), job(5, 6)])

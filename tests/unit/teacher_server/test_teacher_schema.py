@@ -86,7 +86,7 @@ def is_finite(checker: Any, value: object) -> bool:
 def is_text(checker: Any, value: object) -> bool:
     """Text that UTF-8 can hold: no half of a surrogate pair."""
     del checker
-    return isinstance(value, str) and value.isprintable()
+    return isinstance(value, str) and not any("\ud800" <= each <= "\udfff" for each in value)
 
 
 CHECKER = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many(

@@ -276,3 +276,30 @@ def test_repeated_tasks_are_refused() -> None:
 def test_a_discount_without_return_to_go_is_refused() -> None:
     assert "opd.discount" in refused(**(WITH_TEACHER | {"opd": {"discount": 0.5}}))
     recipe(**(WITH_TEACHER | {"opd": {"discount": 0.5, "lookahead": "return_to_go"}}))
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"terminal_pass": 0.5}, "mean_partial, first_call, exec_score and terminal_pass sum to"),
+        ({"call_structure": 0.6}, "call_name, call_known, call_schema_valid and call_structure"),
+        ({"structure_values": 0.4}, "structure_name, structure_values and the larger of"),
+        ({"structure_keys_overlap": 0.4}, "sum to 1.1, expected at most 1"),
+    ],
+)
+def test_weights_of_a_reward_above_1_are_refused(weights: dict[str, float], words: str) -> None:
+    assert words in refused(environment={"reward": weights})
+    recipe(environment={"reward": dict.fromkeys(weights, 0.0)})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {"temperature": 1e-7}},
+        {"rollout": {"temperature": 0.009}},
+        WITH_TEACHER | {"teacher": HTTP | {"retry_backoff_s": 1e308}},
+    ],
+)
+def test_what_could_only_go_wrong_is_out_of_range(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"(temperature|retry_backoff_s)\n"):
+        recipe(**changes)

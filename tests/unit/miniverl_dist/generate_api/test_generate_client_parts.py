@@ -130,6 +130,10 @@ def test_the_budget_never_overflows_and_serves_in_order(
             10.0,
         ),
         ({"Retry-After": "Fri, 31 Dec 1999 23:59:59 GMT"}, 0.0),
+        ({"Retry-After": f"Mon, 1 Jan {10**20} 00:00:00 GMT"}, None),
+        ({"Retry-After": "Mon, 1 Jan 2020 00:00:00 +999999999999"}, None),
+        ({"Retry-After": "Mon, 1 Jan 1990 00:00:00 GMT", "Date": f"1 Jan {10**20} 0:0:0 GMT"}, 0.0),
+        ({"Retry-After": "1e999"}, None),
     ],
 )
 def test_retry_after_forms(headers: dict[str, str], seconds: float | None) -> None:
@@ -152,6 +156,13 @@ def test_headers_come_from_a_file(tmp_path: Path) -> None:
         ("X-Key: s3cret\u00e9", "printable ASCII"),
         ("X-Key: s3cret\tb", "printable ASCII"),
         ("Content-Length: 3", "set by the client itself"),
+        ("Content-Encoding: gzip", "set by the client itself"),
+        ("connection: close", "set by the client itself"),
+        ("Expect: 100-continue", "set by the client itself"),
+        ("A: s3cret\x0cHost: evil", "printable ASCII"),
+        ("A: s3cret\x1eHost: evil", "printable ASCII"),
+        ("A: s3cret\u2028Host: evil", "printable ASCII"),
+        ("A: s3cret\x85Host: evil", "printable ASCII"),
         ("x-tenant: s3cret", "occurs twice"),
     ],
 )

@@ -153,35 +153,46 @@ async def test_a_command_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         assert not made.is_alive
 
 
-@pytest.mark.parametrize("with_its_children", [False, True], ids=["alone", "as Ray does"])
-async def test_it_ends_with_the_process_that_started_it(
-    tmp_path: Path, with_its_children: bool
-) -> None:
-    parent = (
-        "import asyncio, sys\n"
-        "from pathlib import Path\n"
-        "from miniverl_dist.generate_api.process import ServerProcess\n"
-        "file = Path(sys.argv[2])\n"
-        "async def ready(): return file.exists() and bool(file.read_text())\n"
-        "async def main():\n"
-        "    made = ServerProcess([sys.executable, '-c', *sys.argv[1:]], name='x',\n"
-        "        log_path=Path(sys.argv[2] + '.log'), poll_s=0.01)\n"
-        "    await made.start(ready, deadline_s=20)\n"
-        "    print('started', flush=True)\n"
-        "    await asyncio.sleep(600)\n"
-        "asyncio.run(main())\n"
-    )
-    command = [sys.executable, "-c", parent, WITH_CHILD + SLEEP, str(tmp_path / "pids")]
+PARENT = (
+    "import asyncio, os, sys, time\n"
+    "from pathlib import Path\n"
+    "from miniverl_dist.generate_api.process import ServerProcess\n"
+    "file = Path(sys.argv[2])\n"
+    "async def ready(): return file.exists() and bool(file.read_text())\n"
+    "async def main():\n"
+    "    made = ServerProcess([sys.executable, '-c', *sys.argv[1:3]], name='x',\n"
+    "        log_path=Path(sys.argv[2] + '.log'), poll_s=0.01)\n"
+    "    await made.start(ready, deadline_s=20)\n"
+    "    if sys.argv[3] == 'fork' and (child := os.fork()) == 0:\n"
+    "        time.sleep(600)\n"
+    "    print(child if sys.argv[3] == 'fork' else 'started', flush=True)\n"
+    "    await asyncio.sleep(600)\n"
+    "asyncio.run(main())\n"
+)
+
+
+@pytest.mark.parametrize("how", ["alone", "as Ray does", "fork"])
+async def test_it_ends_with_the_process_that_started_it(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-c", PARENT, WITH_CHILD + SLEEP, str(tmp_path / "pids"), how]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)  # noqa: ASYNC220
+    forked = 0
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"started\n"
+        line = process.stdout.readline()
+        assert line
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert all(lives(pid) for pid in pids)
-        if with_its_children:
+        if how == "as Ray does":
             process.send_signal(signal.SIGSTOP)  # it must not notice, and end the group itself
             os.kill(os.getpgid(pids[0]), signal.SIGKILL)
+        elif how == "fork":
+            forked = int(line)  # it has inherited the pipe, and outlives its parent
+        process.kill()
+        process.wait()
+        await gone(*pids)
+        assert not forked or lives(forked)
     finally:
         process.kill()
+        if forked:
+            os.kill(forked, signal.SIGKILL)
         process.communicate()
-    await gone(*pids)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from miniverl_dist.errors import ConfigError
+from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import RunDirectory
 from miniverl_dist.reporting.report import write_report
+from miniverl_dist.reporting.summary import NOTABLE_EVENTS
 from tests.support.sample_run import scored, trajectory, write_run
 
 HOSTILE = '</pre><script>alert("x")</script><img src=http://evil.example/x onerror=alert(1)>'
@@ -178,3 +180,8 @@ class TestSummary:
         assert not (other / "summary.md").exists()
         names = [trace["name"] for trace in page_of(one, other).figures()[1]["data"]]  # type: ignore[index,attr-defined]
         assert names == ["pass_rate", "reward_mean", "pass_rate (other)", "reward_mean (other)"]
+
+
+def test_every_notable_event_is_one_that_is_written() -> None:
+    assert {event.value for event in Event} >= NOTABLE_EVENTS
+    assert {"teacher_left_alone", "engine_lost", "student_lost"} <= NOTABLE_EVENTS

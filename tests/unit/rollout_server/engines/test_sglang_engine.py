@@ -18,6 +18,7 @@ import pytest
 from miniverl_dist.backends.megatron.architecture import hf_parameters, read_architecture
 from miniverl_dist.backends.vocabulary import Vocabulary
 from miniverl_dist.config.recipe import SGLangEngineConfig
+from miniverl_dist.config.sglang_options import ENGINE_VARIABLES
 from miniverl_dist.errors import (
     ConfigError,
     DeadlineError,
@@ -59,7 +60,12 @@ def launch(tmp_path: Path, **changes: Any) -> SGLangLaunch:
         f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m tests.support.fake_sglang "$@"\n'
     )
     python.chmod(0o755)
-    values: dict[str, Any] = {"kind": "sglang", "python": python, "device": "cpu"}
+    values: dict[str, Any] = {
+        "kind": "sglang",
+        "python": python,
+        "device": "cpu",
+        "max_total_tokens": 4000,
+    }
     config = SGLangEngineConfig.model_validate(values | {"start_deadline_s": 20.0} | changes)
     return SGLangLaunch(config, CONFIG_FILE, tmp_path / "work", CONTEXT, "float32")
 
@@ -140,11 +146,15 @@ async def test_every_sampling_parameter_is_sent(tmp_path: Path) -> None:
     assert sent["return_logprob"] is True
 
 
-async def test_the_command_says_what_the_server_must_not_guess(tmp_path: Path) -> None:
-    changes = {"extra_env": {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}, "max_total_tokens": 4000}
-    async with loaded(tmp_path, **changes, extra_args=("--log-level", "error")) as made:
+async def test_the_command_says_what_the_server_must_not_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    async with loaded(tmp_path, extra_args=("--log-level", "error")) as made:
         state = await fake(made)
     argv = state["argv"]
+    # Of an option that is given twice SGLang takes the last.
+    assert argv.index("--log-level") < argv.index("--model-path")
     given = dict(itertools.pairwise(argv))
     assert given["--load-format"] == "dummy"
     assert given["--weight-version"] == "-1"
@@ -155,18 +165,28 @@ async def test_the_command_says_what_the_server_must_not_guess(tmp_path: Path) -
     assert "--skip-tokenizer-init" in argv
     assert "--enable-memory-saver" not in argv
     assert os.listdir(given["--model-path"]) == ["config.json"]  # noqa: PTH208
-    # A recipe cannot turn logprobs into those of another distribution.
+    # The shell cannot turn logprobs into those of another distribution, nor can a recipe.
+    assert set(FIXED_ENV) == ENGINE_VARIABLES
     assert FIXED_ENV.items() <= state["env"].items()
 
 
 async def test_wrong_requests_never_reach_the_server(tmp_path: Path) -> None:
     async with loaded(tmp_path) as made:
-        foreign = [(11,), (-1,), (IDS[-1] + 7,), ()]
+        foreign = [(11,), (-1,), (IDS[-1] + 7,), (), (2**63,), (-(2**70),)]
         for ids in foreign:
             with pytest.raises(GenerateApiError):
                 await made.generate(GenerateRequest(ids, SamplingParams(max_new_tokens=1)))
         with pytest.raises(GenerateApiError, match="temperature"):
             await ask(made, [1], temperature=-1.0)
+        for temperature in (1e-300, 9e-7):
+            with pytest.raises(GenerateApiError, match="SGLang would decode greedily"):
+                await ask(made, [1], temperature=temperature)
+        with pytest.raises(GenerateApiError, match="stop_token_ids"):
+            await ask(made, [1], stop_token_ids=(2**64,))
+        with pytest.raises(GenerateApiError, match="cannot be written as JSON"):
+            await made.generate(
+                GenerateRequest((IDS[0],), SamplingParams(max_new_tokens=1), rid="\ud800")
+            )
         assert "generate" not in await calls(made)
         # The server would have died of it.
         assert (await ask(made, [1])).output_ids
@@ -390,6 +410,8 @@ def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_cpu_cannot_do_is_refused() -> None:
-    for changes in ({"tensor": 2}, {"memory_saver": True}):
+    for changes in ({"tensor": 2}, {"memory_saver": True}, {"max_total_tokens": None}):
         with pytest.raises(ValueError, match="device cpu"):
-            SGLangEngineConfig.model_validate({"kind": "sglang", "device": "cpu"} | changes)
+            SGLangEngineConfig.model_validate(
+                {"kind": "sglang", "device": "cpu", "max_total_tokens": 4000} | changes
+            )
