@@ -248,9 +248,17 @@ def show_config(
     form: Annotated[
         Form, typer.Option(help="validated: as written and merged; resolved: with all defaults.")
     ] = Form.RESOLVED,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="With all defaults, and what each field means.")
+    ] = False,
 ) -> None:
     """Print a recipe after `extends`, overrides and checks."""
     loaded = _load(config, override)
+    if explain:
+        from miniverl_dist.config.explained import explained_yaml
+
+        typer.echo(explained_yaml(loaded.config), nl=False)
+        return
     text = loaded.resolved_yaml() if form is Form.RESOLVED else loaded.validated_yaml()
     typer.echo(text, nl=False)
 
@@ -321,7 +329,11 @@ def serve_teacher(config: ConfigFile, override: Overrides = None) -> None:
     from actors import serve as services
     from miniverl_dist.config.load import load_teacher_service
 
-    services.serve_teacher(load_teacher_service(config, override or []), typer.echo)
+    services.serve_teacher(
+        load_teacher_service(config, override or []),
+        typer.echo,
+        lambda line: typer.echo(line, err=True),
+    )
 
 
 @app.command()

@@ -138,9 +138,7 @@ class ClusterActor(SingleActor):
         async with AsyncExitStack() as stack:
             self._recorder.sinks.append(RayMetrics(self._recorder.run.path.name))
             prefixes = PrefixScores()
-            start = _Starter(
-                self._config, self._run_dir, self._placed, prefixes, self._has_started
-            )
+            start = _Starter(self._config, self._run_dir, self._placed, prefixes, self._has_started)
             students = RankPool(
                 start.ranks, self._budget(), deadline_s=self._config.deadlines.update_s
             )
@@ -151,7 +149,8 @@ class ClusterActor(SingleActor):
             if with_scorer and self._is_teacher_elsewhere:
                 # Asked first: what is wrong with it shows before anything large is loaded.
                 teacher = await self._teacher(stack, start, prefixes)
-            self._recorder.progress.phase("starting the pools", self._num_starts)
+            # The longest part of a start: importing torch, loading weights, starting servers.
+            self._recorder.progress.phase("starting ranks, engines, servers", self._num_starts)
             _, hosts = await asyncio.gather(students.open(), rollouts.open())
             if with_scorer and not self._is_teacher_elsewhere:
                 teacher = await self._teacher(stack, start, prefixes)

@@ -158,7 +158,9 @@ def cpu_flags() -> frozenset[str] | None:
     return frozenset(found[1].split()) if found else None
 
 
-def sglang(environment: Path, flags: frozenset[str] | None, *, has_gpu: bool | None = None) -> Check:
+def sglang(
+    environment: Path, flags: frozenset[str] | None, *, has_gpu: bool | None = None
+) -> Check:
     """SGLang in this environment or in one of its own, and whether this machine's CPUs suit it.
 
     Args:

@@ -40,10 +40,8 @@ def engine_load_text(config: RunConfig, weights_bytes: int) -> str:
             f"{size_text(engine.bucket_bytes)} at a time beside the old weights; nothing is "
             "written to a disk (rollout.engine.load_weights_by: distributed)"
         )
-    where = (
-        "the run directory" if engine.work_dir is None else f"rollout.engine.work_dir "
-        f"({engine.work_dir})"
-    )
+    own = engine.work_dir
+    where = "the run directory" if own is None else f"rollout.engine.work_dir ({own})"
     return (
         f"each engine's actor then writes {size} as safetensors below {where}, has its server "
         "read them, and removes them (rollout.engine.load_weights_by: disk)"

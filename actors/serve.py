@@ -27,8 +27,13 @@ from teacher_server.service import announcement, serve_local
 Tell = Callable[[str], None]
 
 
-def serve_teacher(config: TeacherServiceConfig, tell: Tell) -> None:
+def serve_teacher(config: TeacherServiceConfig, tell: Tell, note: Tell = lambda line: None) -> None:
     """Serve until SIGTERM or SIGINT; an attached server is only checked.
+
+    Args:
+        config: What to serve.
+        tell: Takes the line with the URL.
+        note: Takes what a person should know besides.
 
     Raises:
         MiniverlError: it cannot start; SGLang has ended by itself.
@@ -42,7 +47,12 @@ def serve_teacher(config: TeacherServiceConfig, tell: Tell) -> None:
         _require_secret("token_file", config.token_file)
         _require_folder(config.model)
         _require_free(config.host, config.port, "port")
-        asyncio.run(serve_local(config, announce))
+
+        def stopping() -> None:
+            left_s = config.drain_deadline_s
+            note(f"stopping: requests at work have {left_s:g} s (drain_deadline_s)")
+
+        asyncio.run(serve_local(config, announce, stopping))
         return
     if config.launch is not None:
         _require_secret("launch.token_file", config.launch.token_file)

@@ -321,22 +321,30 @@ async def teacher_scorer(
         )
         if kept_scores is not None:
             teacher.reuse(kept_scores)
-        with explained_at_start() if served_at is None else nullcontext():
-            await teacher.require_same_tokenizer()
-            if config.probe:
-                text = probe_text(tokenizer.encode(PROBE_TEXT))
-                await teacher.require_stable_scores(text, tolerance=config.probe_tolerance)
-        if tell is not None and served_at is None:
-            for url, limit in teacher.short_contexts.items():
-                tell(Event.TEACHER_CONTEXT_SHORT, url, _short_context(config, limit))
+        is_own = served_at is not None
+        with nullcontext() if is_own else explained_at_start():
+            await _check_servers(config, teacher, tokenizer, None if is_own else tell)
         yield teacher
 
 
-def _short_context(config: TeacherConfig, limit: int) -> str:
-    return (
-        f"it takes texts of at most {limit} tokens, teacher.max_prefill_tokens is "
-        f"{config.max_prefill_tokens}: longer ones are refused as too_long"
-    )
+async def _check_servers(
+    config: TeacherConfig,
+    teacher: HttpTeacher,
+    tokenizer: TokenizerLike,
+    tell: Callable[[Event, str, str], None] | None,
+) -> None:
+    """Before a run: what the servers read, and that their scores stay; see `teacher_scorer`."""
+    await teacher.require_same_tokenizer()
+    if config.probe:
+        text = probe_text(tokenizer.encode(PROBE_TEXT))
+        await teacher.require_stable_scores(text, tolerance=config.probe_tolerance)
+    for url, limit in teacher.short_contexts.items():
+        reason = (
+            f"it takes texts of at most {limit} tokens, teacher.max_prefill_tokens is "
+            f"{config.max_prefill_tokens}: longer ones are refused as too_long"
+        )
+        if tell is not None:
+            tell(Event.TEACHER_CONTEXT_SHORT, url, reason)
 
 
 def prefix_scorer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from teacher_server.service_metrics import CONTENT_TYPE, ServiceMetrics
 __all__ = ["ServiceLimits", "SglangLikeHandler", "TextScorer", "build_teacher_app"]
 
 WEIGHT_VERSION = "default"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ class SglangLikeHandler:
         )
 
     async def close(self) -> None:
-        """End the thread after the batch at work; scores that wait are cancelled."""
-        await self._queue.close()
+        """End the thread after the batch at work, or leave it; scores that wait are cancelled."""
+        if not await self._queue.close():
+            _log.warning("a forward pass was still at work; its scores are thrown away")
 
     def model_info(self) -> ModelInfo:
         """The scorer's model."""

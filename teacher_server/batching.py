@@ -8,9 +8,11 @@ load texts pile up by themselves, without load nobody should wait.
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +21,8 @@ from numpy.typing import NDArray
 
 LOOK_AHEAD = 256
 """Texts at the head of the queue that are considered for one batch."""
+CLOSE_DEADLINE_S = 1.0
+"""For the forward pass at work when the queue is closed."""
 MAX_PADDING = 0.25
 """Of a batch's positions, at most."""
 
@@ -171,6 +175,51 @@ OnBatch = Callable[[Sequence[ScoreJob], ScoredBatch, float], None]
 """Told of each batch: (its jobs, the batch, seconds)."""
 
 
+class _ScoringThread:
+    """One thread; a daemon, since a forward pass cannot be interrupted and a process has to end."""
+
+    def __init__(self, scorer: _SomeScorer) -> None:
+        self._scorer = scorer
+        self._inbox: queue.SimpleQueue[tuple[Future[ScoredBatch], Sequence[ScoreJob]] | None]
+        self._inbox = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
+        self._ended: Future[None] = Future()
+        self._ended.set_running_or_notify_cancel()  # whoever stops waiting does not end it
+
+    def submit(self, jobs: Sequence[ScoreJob]) -> Future[ScoredBatch]:
+        """Have the jobs scored behind those before them."""
+        if not self._thread.is_alive():
+            self._thread.start()
+        work: Future[ScoredBatch] = Future()
+        self._inbox.put((work, jobs))
+        return work
+
+    async def end(self, deadline_s: float) -> bool:
+        """End it behind what has been submitted; False where the deadline came first."""
+        self._inbox.put(None)
+        if not self._thread.is_alive():
+            return True
+        ended = asyncio.wrap_future(self._ended)
+        # Waits for the forward pass at work.
+        await asyncio.wait([ended], timeout=deadline_s)
+        if not ended.done():
+            ended.cancel()  # the loop may be closed by then
+            return False
+        self._thread.join()
+        return True
+
+    def _run(self) -> None:
+        while (item := self._inbox.get()) is not None:
+            work, jobs = item
+            if not work.set_running_or_notify_cancel():
+                continue
+            try:
+                work.set_result(self._scorer.score_some(jobs))
+            except BaseException as error:  # noqa: BLE001 - told to whoever waits for it
+                work.set_exception(error)
+        self._ended.set_result(None)
+
+
 class ScoreQueue:
     """Texts before one scoring thread; belongs to one event loop.
 
@@ -180,8 +229,8 @@ class ScoreQueue:
     """
 
     def __init__(self, scorer: _SomeScorer, on_batch: OnBatch = lambda *batch: None) -> None:
-        self._scorer, self._on_batch = scorer, on_batch
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
+        self._on_batch = on_batch
+        self._thread = _ScoringThread(scorer)
         self._waiting: dict[ScoreJob, asyncio.Future[ScoreResult]] = {}
         self._work: asyncio.Task[None] | None = None
 
@@ -197,12 +246,20 @@ class ScoreQueue:
         finally:
             self._waiting.pop(job, None)
 
-    async def close(self) -> None:
-        """End the thread after the batch at work; texts that wait are cancelled."""
+    async def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> bool:
+        """End the thread after the batch at work; texts that wait are cancelled.
+
+        Returns:
+            Whether it has ended. A batch that takes longer than the deadline goes on for nobody,
+            and ends with the process.
+        """
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             future.cancel()
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        has_ended = await self._thread.end(deadline_s)
+        if not has_ended and self._work is not None:
+            self._work.cancel()
+        return has_ended
 
     async def _score_all(self) -> None:
         while self._waiting:
@@ -217,11 +274,13 @@ class ScoreQueue:
 
     async def _score_some(self, jobs: Sequence[ScoreJob]) -> BaseException | None:
         started = time.monotonic()
-        work = asyncio.get_running_loop().run_in_executor(
-            self._thread, self._scorer.score_some, jobs
-        )
-        # Waits for one forward pass, which nothing can interrupt.
-        await asyncio.wait([work])
+        work = asyncio.wrap_future(self._thread.submit(jobs))
+        try:
+            # Waits for one forward pass, which nothing can interrupt.
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            work.cancel()  # the loop may be closed by the time that it ends
+            raise
         if (error := work.exception()) is not None:
             return error
         batch = work.result()

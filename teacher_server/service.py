@@ -22,7 +22,9 @@ def announcement(url: str, model: str) -> str:
     return json.dumps({"url": url, "port": urlsplit(url).port, "model": model})
 
 
-async def serve_local(config: LocalTeacherService, announce: Announce) -> None:
+async def serve_local(
+    config: LocalTeacherService, announce: Announce, stopping: Callable[[], None] = lambda: None
+) -> None:
     """Load the model, serve it, and drain at SIGTERM or SIGINT.
 
     Raises:
@@ -43,6 +45,7 @@ async def serve_local(config: LocalTeacherService, announce: Announce) -> None:
         port=config.port,
         shutdown_deadline_s=config.drain_deadline_s,
         announce=lambda url: announce(url, scorer.name),
+        stopping=stopping,
     )
 
 

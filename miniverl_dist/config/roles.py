@@ -231,12 +231,14 @@ class TeacherConfig(ConfigModel):
     max_drop_fraction: Fraction = 0.5
     """Above this share of unscored trajectories in a step the run fails loudly."""
     deadline_s: PositiveFloat = 120.0
-    """For one score, retries and the wait for a slot included."""
+    """For one score: retries, the wait for a slot, and that for a teacher at ``url`` to be back."""
     request_deadline_s: PositiveFloat = 60.0
     """For one HTTP request, beside what its length adds."""
     request_deadline_s_per_1k_tokens: NonNegativeFloat = 1.0
     """Added to it for each 1,000 tokens."""
     max_retries: NonNegativeInt = 4
+    """Of one score, while a server answers or its breaker is closed: what is tried while none can
+    be reached does not count (``on_failure: fail`` alone does not wait for them)."""
     retry_backoff_s: Annotated[float, Field(ge=0, le=3600)] = 0.5
     """First pause before a retry; doubles, with jitter."""
     max_inflight_tokens: PositiveInt = 200_000

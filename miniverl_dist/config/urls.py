@@ -32,7 +32,7 @@ def server_url(url: str) -> str:
     # An unusual address may hold a secret in its query.
     found = repr(url) if url.isprintable() and "?" not in url else "something else"
     if parts is None or not _is_address(parts["host"]):
-        raise ValueError(f"expected http(s)://host[:port][/prefix], found {found}")
+        raise ValueError(f"expected http(s)://host[:port], found {found}")
     port = int(parts["port"][1:]) if parts["port"] else _DEFAULT_PORTS[parts["scheme"]]
     if not 1 <= port <= 65_535:
         raise ValueError(f"expected a port from 1 to 65535, found {found}")

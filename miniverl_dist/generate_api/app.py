@@ -400,10 +400,12 @@ async def serve_until_signal(
     port: int = 0,
     shutdown_deadline_s: float = 10.0,
     announce: Callable[[str], None],
+    stopping: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; ``announce`` is told the base URL once it answers.
 
-    Then drain as ``serving`` does: clients learn that the server stops, requests at work finish.
+    Then call ``stopping`` and drain as ``serving`` does: clients learn that the server stops, and
+    requests at work finish.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -415,3 +417,4 @@ async def serve_until_signal(
         announce(base_url)
         # Waits for a signal; serving has no end of its own.
         await stop.wait()
+        stopping()

@@ -70,7 +70,7 @@ class _Full(asyncio.Protocol):
 
 
 def connections(
-    server: web.Server[Any], *, idle_deadline_s: float, max_connections: int
+    server: web.Server, *, idle_deadline_s: float, max_connections: int
 ) -> Callable[[], asyncio.Protocol]:
     """Makes a protocol for each connection that comes.
 

@@ -125,7 +125,7 @@ class ServerProcess:
     def _spawn(self) -> subprocess.Popen[bytes]:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # The keeper's own interpreter ignores the environment, which is the command's.
-        keeper = [sys.executable, "-I", str(_KEEPER), *self.command]
+        keeper = [sys.executable, "-I", str(_KEEPER), str(os.getpid()), *self.command]
         with open(self.log_path, "ab", opener=_for_this_user) as log:
             try:
                 return subprocess.Popen(

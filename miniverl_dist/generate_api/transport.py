@@ -53,7 +53,7 @@ class RetryableError(Exception):
         self.retry_after_s = retry_after_s
 
 
-def _connection_problem(error: Exception) -> str:
+def connection_problem(error: Exception) -> str:
     """What broke, in the system's words where it refused the connection itself."""
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
@@ -115,7 +115,7 @@ class Transport:
             message = f"{where}: no answer within {timeout_s:.3g} s"
             raise self._retryable(message, TryOutcome.TIMEOUT) from exc
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as exc:
-            message = f"{where}: {_connection_problem(exc)}"
+            message = f"{where}: {connection_problem(exc)}"
             raise self._retryable(message, TryOutcome.CONNECTION) from exc
         except aiohttp.ClientError as exc:
             self.tries[TryOutcome.NOT_HTTP] += 1

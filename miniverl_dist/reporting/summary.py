@@ -31,7 +31,7 @@ _TOTALS: Final = (
     "num_zero_variance_groups",
 )
 _LOSSES: Final = {"group_dropped": "group dropped", "teacher_refused": "teacher refused"}
-_NOTABLE_EVENTS: Final = frozenset(
+NOTABLE_EVENTS: Final = frozenset(
     {
         "resumed",
         "replayed_step",
@@ -138,7 +138,7 @@ def notable_events(run: RunData) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for event in run.events:
         name = str(event.get("event"))
-        if name in _NOTABLE_EVENTS:
+        if name in NOTABLE_EVENTS:
             facts = {k: v for k, v in event.items() if k not in ("event", "time_s")}
             details = ", ".join(f"{key}: {value}" for key, value in facts.items())
             rows.append((name, without_paths(details)))

@@ -331,6 +331,18 @@ def test_what_the_schema_allows_is_answered(service: Service, body: dict[str, An
             assert len(meta["input_top_logprobs"]) == size
 
 
+def _without_columns_of_one(body: Any) -> Any:
+    """One prompt may bring a field's value as a list of one, as a batch brings it."""
+    if not isinstance(body, dict):
+        return body
+    return {
+        name: value[0]
+        if name != "input_ids" and isinstance(value, list) and len(value) == 1
+        else value
+        for name, value in body.items()
+    }
+
+
 @settings(quiet, max_examples=500)
 @given(spoilt_bodies())
 def test_what_the_schema_refuses_is_a_4xx_with_words(service: Service, body: Any) -> None:
@@ -338,7 +350,7 @@ def test_what_the_schema_refuses_is_a_4xx_with_words(service: Service, body: Any
     if status == 200:
         # A batch is a list of such prompts, and columns of their fields.
         is_batch = isinstance(json.loads(answer), list)
-        assert is_batch or not is_refused(body), body
+        assert is_batch or not is_refused(_without_columns_of_one(body)), body
     else:
         require_words(status, answer)
 
