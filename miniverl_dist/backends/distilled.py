@@ -221,6 +221,28 @@ class TwoStages:
         return measured | result.metrics | _by_kind(batch, rows, result.losses)
 
 
+def open_stages(
+    loss: RowLoss | None,
+    batch: TrainBatch,
+    minibatch: int,
+    chunk_size: int,
+    halvings: list[tuple[int, int]],
+) -> TwoStages | None:
+    """The backward pass of an optimizer step with rows; None where the batch has none.
+
+    Raises:
+        BatchError: the student was not built to compare rows.
+    """
+    if batch.distillation is None:
+        return None
+    if loss is None:
+        raise BatchError(
+            "the batch compares whole distributions, but this student was not built for it"
+        )
+    num_rows = max(batch.distillation.num_rows[minibatch], 1)
+    return TwoStages(loss, num_rows, chunk_size, halvings)
+
+
 def _by_kind(batch: TrainBatch, rows: IntArray, losses: Tensor) -> Metrics:
     """Sum and count of the rows in each kind of span."""
     if batch.distillation is None or not batch.distillation.kinds:

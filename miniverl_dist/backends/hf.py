@@ -14,12 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import isfinite
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from miniverl_dist.backends.accumulated import (
@@ -29,7 +28,7 @@ from miniverl_dist.backends.accumulated import (
     require_one_minibatch,
 )
 from miniverl_dist.backends.adamw import learning_rate
-from miniverl_dist.backends.distilled import RowLoss, TwoStages
+from miniverl_dist.backends.distilled import RowLoss, open_stages
 from miniverl_dist.backends.hf_adapters import REFERENCE
 from miniverl_dist.backends.hf_checkpoint import HFCheckpoint
 from miniverl_dist.backends.hf_optimizer import MasterAdamW
@@ -41,16 +40,20 @@ from miniverl_dist.backends.padding import (
     minibatches,
     sequences_with_targets,
 )
-from miniverl_dist.backends.policy_step import StepArrays
+from miniverl_dist.backends.policy_step import (
+    StepArrays,
+    denominators_of,
+    require_finite,
+    step_arrays,
+)
 from miniverl_dist.backends.tensors import as_numpy, as_tensor
 from miniverl_dist.backends.update_report import update_report
 from miniverl_dist.backends.vocabulary import FullVocabulary
 from miniverl_dist.backends.weights_io import TokenizerIdentity
 from miniverl_dist.config.recipe import LossConfig, OptimConfig
 from miniverl_dist.config.roles import HFStudentConfig
-from miniverl_dist.errors import BatchError, StudentLostError, UpdateError
-from miniverl_dist.objective.policy_loss import Metrics, reference_kl_penalty
-from miniverl_dist.objective.reduction import Denominators
+from miniverl_dist.errors import BatchError, StudentLostError
+from miniverl_dist.objective.policy_loss import Metrics
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import FloatArray, IntArray, SftBatch, TrainBatch, UpdateResult
 from miniverl_dist.schemas.seeds import derive_seed
@@ -143,7 +146,7 @@ class HFBackend:
             ((_, cuts),) = minibatches(batch, self._config.max_microbatch_tokens).items()
             arrays, seed = self._arrays(batch, rows, cuts), self._dropout_seed(place)
             metrics = self._steps.policy_gradients(arrays, batch, cuts, SUMS, None, seed)
-            _require_finite(float(metrics["loss"]))
+            require_finite(float(metrics["loss"]))
             self._parts.add(place, batch, metrics, self._optimizer.take_gradients(), started_s)
 
     def commit_accumulated(self) -> UpdateResult:
@@ -181,7 +184,7 @@ class HFBackend:
             loss = self._steps.sft_gradients(
                 rows, parts, batch.loss_mask, num_tokens, self._dropout_seed("sft")
             )
-            _require_finite(loss)
+            require_finite(loss)
             norm = self._optimizer.step(learning_rate)
         return {"loss": loss, "grad_norm": norm, "num_loss_tokens": float(num_tokens)}
 
@@ -250,24 +253,9 @@ class HFBackend:
         return cut_microbatches(sequence_starts, sequences, self._config.max_microbatch_tokens)
 
     def _arrays(self, batch: TrainBatch, rows: IntArray, parts: list[Microbatch]) -> StepArrays:
-        """What stays the same over all optimizer steps of a batch."""
-        if not batch.is_sampled:
-            return StepArrays(rows, batch.rollout_logprobs, None, batch.advantages)
-        mask, temperature = batch.loss_mask, batch.temperature
-        proximal = self._steps.logprobs(rows, parts, mask, temperature)
-        if not self.student.has_reference:
-            return StepArrays(rows, proximal, None, batch.advantages)
-        reference = self._steps.logprobs(rows, parts, mask, temperature, REFERENCE)
-        if self._loss.kl_estimator == "k3":
-            return StepArrays(rows, proximal, reference, batch.advantages)
-        lowered = reference_kl_penalty(
-            torch.tensor(batch.advantages),
-            proximal_logprobs=torch.tensor(proximal),
-            reference_logprobs=torch.tensor(reference),
-            mask=torch.tensor(mask),
-            kl_coef=self._loss.kl_coef,
-        )
-        return StepArrays(rows, proximal, reference, lowered.numpy())
+        score = partial(self._steps.logprobs, rows, parts, batch.loss_mask, batch.temperature)
+        reference = partial(score, REFERENCE) if self.student.has_reference else None
+        return step_arrays(batch, rows, self._loss, score, reference)
 
     def _optimizer_step(
         self,
@@ -278,27 +266,13 @@ class HFBackend:
         lr: float,
         halvings: list[tuple[int, int]],
     ) -> Metrics:
-        denominators = Denominators(
-            batch.num_loss_tokens[minibatch], batch.num_sequences[minibatch]
-        )
-        stages = None
-        if batch.distillation is not None:
-            num_rows = max(batch.distillation.num_rows[minibatch], 1)
-            chunk_size = self._steps.chunk_size
-            stages = TwoStages(self._required_rows(), num_rows, chunk_size, halvings)
-        seed = self._dropout_seed(minibatch)
+        chunk_size = self._steps.chunk_size
+        stages = open_stages(self._row_loss, batch, minibatch, chunk_size, halvings)
+        denominators, seed = denominators_of(batch, minibatch), self._dropout_seed(minibatch)
         merged = self._steps.policy_gradients(arrays, batch, parts, denominators, stages, seed)
-        if stages is not None:
-            self._steps.chunk_size = stages.chunk_size
-        _require_finite(float(merged["loss"]))
+        self._steps.chunk_size = chunk_size if stages is None else stages.chunk_size
+        require_finite(float(merged["loss"]))
         return merged | {"grad_norm": self._optimizer.step(lr)}
-
-    def _required_rows(self) -> RowLoss:
-        if self._row_loss is None:
-            raise BatchError(
-                "the batch compares whole distributions, but this student was not built for it"
-            )
-        return self._row_loss
 
     def _dropout_seed(self, what: int | str) -> int:
         """The same after a resume: it depends on counters that a checkpoint holds."""
@@ -330,8 +304,3 @@ class HFBackend:
                     f"{type(error).__name__}: {error}; {self._lost}: load the newest commit"
                 ) from error
             raise
-
-
-def _require_finite(loss: float) -> None:
-    if not isfinite(loss):
-        raise UpdateError(f"loss is {loss}: the optimizer step was not taken")

@@ -5,14 +5,17 @@ Shapes: N packed tokens, M predictions of a microbatch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from miniverl_dist.config.recipe import LossConfig
-from miniverl_dist.objective.policy_loss import Metrics, policy_loss
+from miniverl_dist.errors import UpdateError
+from miniverl_dist.objective.policy_loss import Metrics, policy_loss, reference_kl_penalty
 from miniverl_dist.objective.reduction import Denominators
 from miniverl_dist.schemas.batch import FloatArray, IntArray, TrainBatch
 
@@ -46,6 +49,51 @@ class StepArrays:
     """[N] nats."""
     advantages: FloatArray
     """[N]."""
+
+
+def step_arrays(
+    batch: TrainBatch,
+    rows: IntArray,
+    loss: LossConfig,
+    score: Callable[[], FloatArray],
+    score_reference: Callable[[], FloatArray] | None,
+) -> StepArrays:
+    """What stays the same over all optimizer steps of a batch.
+
+    Args:
+        batch: The whole batch.
+        rows: [N] vocabulary rows of its tokens.
+        loss: How the KL to the reference is paid.
+        score: [N] nats of the student now, NaN off the mask.
+        score_reference: [N] nats of the frozen reference; None without one.
+    """
+    if not batch.is_sampled:
+        return StepArrays(rows, batch.rollout_logprobs, None, batch.advantages)
+    proximal = score()
+    if score_reference is None:
+        return StepArrays(rows, proximal, None, batch.advantages)
+    reference = score_reference()
+    if loss.kl_estimator == "k3":
+        return StepArrays(rows, proximal, reference, batch.advantages)
+    lowered = reference_kl_penalty(
+        torch.tensor(batch.advantages),
+        proximal_logprobs=torch.tensor(proximal),
+        reference_logprobs=torch.tensor(reference),
+        mask=torch.tensor(batch.loss_mask),
+        kl_coef=loss.kl_coef,
+    )
+    return StepArrays(rows, proximal, reference, lowered.numpy())
+
+
+def denominators_of(batch: TrainBatch, minibatch: int) -> Denominators:
+    """What the policy losses of one optimizer step are divided by."""
+    return Denominators(batch.num_loss_tokens[minibatch], batch.num_sequences[minibatch])
+
+
+def require_finite(loss: float) -> None:
+    """Raise ``UpdateError`` for a loss that no step may be taken on."""
+    if not isfinite(loss):
+        raise UpdateError(f"loss is {loss}: the optimizer step was not taken")
 
 
 def policy_term(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,21 @@ from miniverl_dist.backends.accumulated import (
     require_one_minibatch,
 )
 from miniverl_dist.backends.adamw import AdamW, learning_rate
-from miniverl_dist.backends.distilled import RowLoss, TwoStages
+from miniverl_dist.backends.distilled import RowLoss, TwoStages, open_stages
 from miniverl_dist.backends.padding import (
     Microbatch,
     cut_microbatches,
     minibatches,
     sequences_with_targets,
 )
-from miniverl_dist.backends.policy_step import Scored, StepArrays, policy_term
+from miniverl_dist.backends.policy_step import (
+    Scored,
+    StepArrays,
+    denominators_of,
+    policy_term,
+    require_finite,
+    step_arrays,
+)
 from miniverl_dist.backends.toy_model import ToyModel
 from miniverl_dist.backends.update_report import update_report
 from miniverl_dist.backends.weights_io import (
@@ -45,13 +52,13 @@ from miniverl_dist.backends.weights_io import (
 )
 from miniverl_dist.config.recipe import LossConfig, OptimConfig
 from miniverl_dist.config.roles import ToyModelConfig
-from miniverl_dist.errors import BatchError, CheckpointError, TokenizerMismatchError, UpdateError
+from miniverl_dist.errors import BatchError, CheckpointError, TokenizerMismatchError
 from miniverl_dist.objective.logprobs import (
     Predictions,
     predictions,
     selected_logprobs_with_entropy,
 )
-from miniverl_dist.objective.policy_loss import Metrics, merge_metrics, reference_kl_penalty
+from miniverl_dist.objective.policy_loss import Metrics, merge_metrics
 from miniverl_dist.objective.reduction import Denominators
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import (
@@ -147,7 +154,7 @@ class ToyBackend:
             rows = self.model.vocabulary.rows(batch.token_ids)
             ((_, cuts),) = minibatches(batch, MAX_PADDED_TOKENS).items()
             metrics = self._gradients(self._arrays(batch, rows, cuts), batch, cuts, SUMS)
-            _require_finite(float(metrics["loss"]))
+            require_finite(float(metrics["loss"]))
             self._parts.add(place, batch, metrics, self._optimizer.take_gradients(), started_s)
 
     def commit_accumulated(self) -> UpdateResult:
@@ -185,7 +192,7 @@ class ToyBackend:
                 loss = -scored.logprobs.sum() / num_tokens
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
-            _require_finite(total)
+            require_finite(total)
             norm = self._optimizer.step(learning_rate)
         return {"loss": total, "grad_norm": norm, "num_loss_tokens": float(num_tokens)}
 
@@ -287,23 +294,11 @@ class ToyBackend:
                 raise CheckpointError(f"the checkpoint has {name} {found}, expected {expected}")
 
     def _arrays(self, batch: TrainBatch, rows: IntArray, parts: list[Microbatch]) -> StepArrays:
-        """What stays the same over all optimizer steps of a batch."""
-        if not batch.is_sampled:
-            return StepArrays(rows, batch.rollout_logprobs, None, batch.advantages)
-        proximal = self._packed(self.model, rows, parts, batch.loss_mask, batch.temperature)
-        if self._reference is None:
-            return StepArrays(rows, proximal, None, batch.advantages)
-        reference = self._packed(self._reference, rows, parts, batch.loss_mask, batch.temperature)
-        if self._loss.kl_estimator == "k3":
-            return StepArrays(rows, proximal, reference, batch.advantages)
-        lowered = reference_kl_penalty(
-            torch.tensor(batch.advantages),
-            proximal_logprobs=torch.tensor(proximal),
-            reference_logprobs=torch.tensor(reference),
-            mask=torch.tensor(batch.loss_mask),
-            kl_coef=self._loss.kl_coef,
-        )
-        return StepArrays(rows, proximal, reference, lowered.numpy())
+        def score(model: ToyModel) -> FloatArray:
+            return self._packed(model, rows, parts, batch.loss_mask, batch.temperature)
+
+        reference = None if self._reference is None else partial(score, self._reference)
+        return step_arrays(batch, rows, self._loss, partial(score, self.model), reference)
 
     def _optimizer_step(
         self,
@@ -314,16 +309,11 @@ class ToyBackend:
         lr: float,
         halvings: list[tuple[int, int]],
     ) -> Metrics:
-        denominators = Denominators(
-            batch.num_loss_tokens[minibatch], batch.num_sequences[minibatch]
-        )
-        stages = None
-        if batch.distillation is not None:
-            num_rows = max(batch.distillation.num_rows[minibatch], 1)
-            stages = TwoStages(self._required_rows(), num_rows, self._chunk_size, halvings)
+        stages = open_stages(self._row_loss, batch, minibatch, self._chunk_size, halvings)
+        denominators = denominators_of(batch, minibatch)
         merged = self._gradients(arrays, batch, parts, denominators, stages)
         self._chunk_size = self._chunk_size if stages is None else stages.chunk_size
-        _require_finite(float(merged["loss"]))
+        require_finite(float(merged["loss"]))
         return merged | {"grad_norm": self._optimizer.step(lr)}
 
     def _gradients(
@@ -352,13 +342,6 @@ class ToyBackend:
             head, term = self.model.head, policy if batch.is_sampled else None
             sums.append(stages.backward(found, packed, head, batch, part, term))
         return merge_metrics(*sums)
-
-    def _required_rows(self) -> RowLoss:
-        if self._row_loss is None:
-            raise BatchError(
-                "the batch compares whole distributions, but this student was not built for it"
-            )
-        return self._row_loss
 
     @torch.no_grad()
     def _packed(
@@ -431,8 +414,3 @@ def _packed_places(found: Predictions, part: Microbatch) -> IntArray:
     """[M] place of each predicted token in the packed batch."""
     places: IntArray = part.packed.reshape(-1)[found.positions.numpy()]
     return places
-
-
-def _require_finite(loss: float) -> None:
-    if not isfinite(loss):
-        raise UpdateError(f"loss is {loss}: the optimizer step was not taken")

@@ -7,6 +7,7 @@ U rows of the teacher's head, V rows of the student's, k kept tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -130,62 +131,52 @@ class ResidentTeacher:
         return torch.from_numpy(np.argsort(rows)).to(hidden.device)
 
 
-class _ExactTargets:
-    """Implements ``ChunkTargetProvider`` over the whole vocabulary."""
+@dataclass(frozen=True)
+class _Provider:
+    """The teacher's states at some rows; logits come when they are asked for."""
 
-    def __init__(
-        self,
-        model: TeacherModel,
-        hidden: Tensor,
-        config: DistillConfig,
-        device: torch.device,
-        order: Tensor,
-    ) -> None:
-        self._model, self._hidden, self._config = model, hidden, config
-        self._device, self._order = device, order
+    model: TeacherModel
+    hidden: Tensor
+    config: DistillConfig
+    device: torch.device
+    head_rows: Tensor
+    """What the teacher's rows are to the student's; each kind of target has its own way."""
+
+    def logprobs(self, rows: slice) -> Tensor:
+        """[n, U] nats, in float32 at least."""
+        logits = self.model.logits(self.hidden[rows])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.log_softmax(logits / self.config.temperature, dim=-1)
+
+
+class _ExactTargets(_Provider):
+    """Implements ``ChunkTargetProvider`` over the whole vocabulary; ``head_rows`` is its order."""
 
     @torch.no_grad()
     def targets(self, rows: slice) -> Targets:
         """[n, V] log-probabilities."""
-        logprobs = _logprobs(self._model, self._hidden[rows], self._config.temperature)
-        return FullTargets(logprobs[:, self._order].to(self._device))
+        return FullTargets(self.logprobs(rows)[:, self.head_rows].to(self.device))
 
 
-class _TopKTargets:
-    """Implements ``ChunkTargetProvider`` over the k likeliest tokens that the student has too."""
+class _TopKTargets(_Provider):
+    """Implements ``ChunkTargetProvider`` over the k likeliest tokens that the student has too.
 
-    def __init__(
-        self,
-        model: TeacherModel,
-        hidden: Tensor,
-        config: DistillConfig,
-        device: torch.device,
-        head_rows: Tensor,
-    ) -> None:
-        self._model, self._hidden, self._config = model, hidden, config
-        self._device, self._head_rows = device, head_rows
+    ``head_rows`` is the student's row of each of the teacher's, -1 without one.
+    """
 
     @torch.no_grad()
     def targets(self, rows: slice) -> Targets:
         """[n, k] tokens, and the rest as one bucket."""
-        logprobs = _logprobs(self._model, self._hidden[rows], self._config.temperature)
+        logprobs = self.logprobs(rows)
         entropies = -(logprobs.exp() * logprobs).nan_to_num(nan=0.0).sum(-1)
-        shared = logprobs.masked_fill(self._head_rows < 0, -torch.inf)
-        kept, places = shared.topk(min(self._config.top_k, shared.shape[1]), dim=-1)
-        found = torch.where(kept.isneginf(), -1, self._head_rows[places])
+        shared = logprobs.masked_fill(self.head_rows < 0, -torch.inf)
+        kept, places = shared.topk(min(self.config.top_k, shared.shape[1]), dim=-1)
+        is_kept = ~kept.isneginf()
+        found = torch.where(is_kept, self.head_rows[places], -1)
         # The tokens that were taken leave; those without a counterpart stay in the bucket.
-        rest = logprobs.scatter(
-            1, places, torch.where(kept.isneginf(), logprobs.gather(1, places), -torch.inf)
-        )
-        made = (found, kept, rest.logsumexp(-1), entropies)
-        return TopKRows(*(each.to(self._device) for each in made))
-
-
-def _logprobs(model: TeacherModel, hidden: Tensor, temperature: float) -> Tensor:
-    """[n, U] nats, in float32 at least."""
-    logits = model.logits(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.log_softmax(logits / temperature, dim=-1)
+        left = torch.where(is_kept, -torch.inf, logprobs.gather(1, places))
+        rest = logprobs.scatter(1, places, left).logsumexp(-1)
+        return TopKRows(*(each.to(self.device) for each in (found, kept, rest, entropies)))
 
 
 def _as_stored(found: TopKRows, vocabulary: AnyVocabulary) -> TopKTargets:
