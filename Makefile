@@ -63,8 +63,10 @@ bench: setup  ## one script per claim; ratios within one run
 	@for script in benchmarks/bench_*.py; do name=$$(basename $$script .py); \
 	  echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-docs: setup  ## refresh the measured tables in docs/
+docs: setup  ## refresh the measured tables and generated pages in docs/, build the site in build/docs
 	$(BIN)/python -m scripts.credit_study --write
+	$(BIN)/python -m scripts.config_reference --write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 build: setup  ## wheel, installed into a fresh environment and run from another folder
 	PYTHON='$(PYTHON)' VENV='$(VENV)' sh scripts/check_wheel.sh
