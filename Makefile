@@ -11,7 +11,7 @@ RUNS ?= runs
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 STAMP := $(VENV)/.installed
-INPUTS := pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/install_bfcl.sh scripts/install_megatron.sh $(filter-out scripts/lock/sglang.txt,$(wildcard scripts/lock/*.txt))
+INPUTS := pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/install_bfcl.sh scripts/install_megatron.sh $(filter-out $(addprefix scripts/lock/,sglang.txt docs.txt tracking.txt small_models.txt),$(wildcard scripts/lock/*.txt))
 
 .PHONY: setup demo demo-sign demo-lookahead test test-slow test-gpu test-sglang test-all lint format type imports bench evidence docs build ci clean
 
@@ -66,8 +66,11 @@ bench: setup  ## one script per claim; ratios within one run
 evidence: setup  ## arms over seeds on the toy tasks, then docs/evidence.md (hours; goes on where it stopped)
 	$(BIN)/python -m scripts.evidence --output $(RUNS)/evidence
 
-docs: setup  ## refresh the measured tables in docs/
+docs: setup  ## refresh the measured tables and generated pages in docs/, build the site in build/docs
+	$(BIN)/python -m pip install --quiet --constraint scripts/lock/docs.txt mkdocs-material
 	$(BIN)/python -m scripts.credit_study --write
+	$(BIN)/python -m scripts.config_reference --write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 build: setup  ## wheel, installed into a fresh environment and run from another folder
 	PYTHON='$(PYTHON)' VENV='$(VENV)' sh scripts/check_wheel.sh

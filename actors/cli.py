@@ -15,6 +15,8 @@ import typer
 from typer.core import TyperGroup
 
 from actors.cache_commands import cache
+from actors.compare_command import compare_evals
+from actors.eval_commands import evaluate
 from miniverl_dist.errors import ConfigError, MiniverlError
 
 if TYPE_CHECKING:
@@ -26,15 +28,6 @@ RUNS: Final = Path("runs")
 EXIT_PROBLEM: Final = 1
 EXIT_ERROR: Final = 2
 EXIT_INTERRUPTED: Final = 130
-
-
-class Policy(StrEnum):
-    """Who is evaluated."""
-
-    STUDENT = "student"
-    TEACHER = "teacher"
-    NULL = "null"
-    ORACLE = "oracle"
 
 
 class Form(StrEnum):
@@ -63,6 +56,12 @@ class Commands(TyperGroup):
             raise SystemExit(EXIT_ERROR) from None
         except KeyboardInterrupt:
             raise SystemExit(EXIT_INTERRUPTED) from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - as above
+        """Read ``eval compare`` as the command it is; a recipe of that name is ``./compare``."""
+        if args[:2] == ["eval", "compare"]:
+            args = ["compare-evals", *args[2:]]
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
@@ -144,51 +143,6 @@ def benchmark(
     typer.echo(shown, nl=False)
     if not (is_complete or report_only):
         raise SystemExit(EXIT_PROBLEM)
-
-
-@app.command("eval")
-def evaluate(
-    source: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="Recipe or run directory.")],
-    policy: Annotated[list[Policy], typer.Option(help="May be given several times.")],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="The student's weights; default for a RUN: its newest checkpoint."),
-    ] = None,
-    tail_calls: Annotated[
-        int | None, typer.Option(min=1, help="T, the calls left to the policy.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Where rows go; default RUN, or runs/NAME-eval.")
-    ] = None,
-    override: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Evaluate policies on the evaluation tasks of a recipe or run."""
-    loaded, newest, default_output = _evaluation_source(source, override)
-    if Policy.STUDENT in policy and checkpoint is None:
-        checkpoint = newest
-    folder = output or default_output
-    from actors import launch
-
-    with _progress(as_json) as progress:
-        report = launch.evaluate(
-            loaded,
-            policies=tuple(dict.fromkeys(item.value for item in policy)),
-            checkpoint=checkpoint,
-            tail_calls=tail_calls,
-            output=folder,
-            progress=progress,
-        )
-    from actors.inspection import aligned
-    from miniverl_dist.reporting.evaluation import TABLE_HEAD, table_rows
-    from miniverl_dist.reporting.report import write_report
-
-    write_report(folder)
-    if as_json:
-        typer.echo(json.dumps({"result": report.model_dump(mode="json")}))
-        return
-    typer.echo("\n".join(aligned([TABLE_HEAD, *table_rows(report)])))
-    typer.echo(f"written to {folder}")
 
 
 @app.command()
@@ -299,6 +253,26 @@ def report(
 
 
 @app.command()
+def watch(
+    run: RunFolder,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 2.0,
+) -> None:
+    """Show a run as it goes, until it is over; reads only, from a mounted folder as well."""
+    from rich.console import Console
+
+    from actors.watch import follow, look
+    from actors.watch_view import LiveFrames, show_once
+
+    console = Console(highlight=False)
+    if once:
+        show_once(look(run), console)
+        return
+    with LiveFrames(console) as frames:
+        follow(run, frames.show, interval_s=interval)
+
+
+@app.command()
 def export(
     run: RunFolder,
     output: Annotated[Path, typer.Option(metavar="DIR", help="New folder.")],
@@ -321,6 +295,8 @@ def export(
 serve = typer.Typer(cls=Commands, help="Serve one role of a run by itself.", no_args_is_help=True)
 app.add_typer(serve, name="serve")
 app.add_typer(cache, name="cache")
+app.command("eval")(evaluate)
+app.command("compare-evals")(compare_evals)
 
 
 @serve.command("teacher")
@@ -366,24 +342,6 @@ def _free_folder(name: str) -> Path:
         number += 1
         folder = RUNS / f"{name}-{number}"
     return folder
-
-
-def _evaluation_source(
-    source: Path, override: list[str] | None
-) -> tuple[LoadedConfig, Path | None, Path]:
-    """Config, newest checkpoint (None without one) and folder for the rows."""
-    if not source.is_dir():
-        loaded = _load(source, override)
-        return loaded, None, _free_folder(f"{loaded.config.name}-eval")
-    if override:
-        raise ConfigError("overrides apply to a recipe; a run keeps the config it started with")
-    from miniverl_dist.config.load import load_run_config
-    from miniverl_dist.observability.run_dir import CHECKPOINTS
-    from miniverl_dist.training.checkpoint import list_checkpoints
-
-    loaded = load_run_config(source)
-    checkpoints = list_checkpoints(source / CHECKPOINTS)
-    return loaded, checkpoints[-1] if checkpoints else None, source
 
 
 @contextmanager

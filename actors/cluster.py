@@ -36,6 +36,7 @@ from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import EngineLostError, MiniverlError, StudentLostError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.ports import Assignment, TeacherScorer
+from miniverl_dist.schemas.evaluation import TailCalls
 from miniverl_dist.schemas.trajectory import Trajectory
 from teacher_server.prefix_scoring import PrefixScores, ScoredPrefix
 
@@ -132,7 +133,7 @@ class ClusterActor(SingleActor):
 
     @asynccontextmanager
     async def open(
-        self, *, tail_calls: int | None = None, with_scorer: bool = True
+        self, *, tail_calls: TailCalls | None = None, with_scorer: bool = True
     ) -> AsyncIterator[Parts]:
         """See `SingleActor.open`; leaving the block ends every actor."""
         async with AsyncExitStack() as stack:

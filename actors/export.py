@@ -64,8 +64,10 @@ class _Source:
         return self.manifest.state.policy_version
 
 
-def export_run(run_dir: Path, output: Path, form: Format = "hf") -> dict[str, Any]:
-    """Write the student of a run's newest checkpoint into a new folder.
+def export_run(
+    run_dir: Path, output: Path, form: Format = "hf", *, checkpoint: str | None = None
+) -> dict[str, Any]:
+    """Write the student of a run's newest checkpoint, or of the one named, into a new folder.
 
     An hf or megatron student becomes what transformers loads, or with ``adapter`` what ``peft``
     loads; a toy student becomes a toy folder.
@@ -79,7 +81,7 @@ def export_run(run_dir: Path, output: Path, form: Format = "hf") -> dict[str, An
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"export: {output} holds something already; name a new folder")
-    source = _source(run_dir)
+    source = _source(run_dir, checkpoint)
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -96,13 +98,18 @@ def export_run(run_dir: Path, output: Path, form: Format = "hf") -> dict[str, An
     return described
 
 
-def _source(run_dir: Path) -> _Source:
+def _source(run_dir: Path, name: str | None) -> _Source:
     loaded = load_run_config(run_dir)
-    newest = commits.newest_checkpoint(run_dir / CHECKPOINTS)
-    if newest is None:
+    found = commits.newest_checkpoint(run_dir / CHECKPOINTS)
+    if found is None:
         raise CheckpointError(f"export: {run_dir} has no checkpoint yet")
+    if name is not None:
+        found = run_dir / CHECKPOINTS / name
+        if not found.is_dir():
+            kept = ", ".join(sorted(path.name for path in found.parent.iterdir()))
+            raise CheckpointError(f"export: {run_dir} has no checkpoint {name!r}, it has {kept}")
     tokenizer = student_tokenizer(loaded.config, run_dir)
-    return _Source(loaded.config, loaded.digest, run_dir, newest, commits.verify(newest), tokenizer)
+    return _Source(loaded.config, loaded.digest, run_dir, found, commits.verify(found), tokenizer)
 
 
 def _write(source: _Source, folder: Path, form: Format) -> str:

@@ -59,13 +59,17 @@ class HFFiles:
         )
 
 
-def read_hf_files(folder: Path) -> HFFiles:
+def read_hf_files(folder: Path, where: str = "") -> HFFiles:
     """Read ``config.json`` and the headers of the weights.
+
+    Args:
+        folder: Of the model.
+        where: What errors begin with; default: the recipe's field.
 
     Raises:
         ConfigError: there is no such model, or its weights are no safetensors, or quantised.
     """
-    where = f"student.model.path: {folder}"
+    where = where or f"student.model.path: {folder}"
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{where} holds no Hugging Face model (no {CONFIG_FILE}); give a local folder, models "

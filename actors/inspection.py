@@ -13,9 +13,10 @@ from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.progress import step_line
 from miniverl_dist.observability.run_dir import CHECKPOINTS, RecordFile, RunDirectory
 from miniverl_dist.reporting.episode_text import episode_text
-from miniverl_dist.reporting.evaluation import TABLE_HEAD, table_rows
+from miniverl_dist.reporting.eval_tables import evaluation_tables
 from miniverl_dist.reporting.run_data import RunData, load_run_data, parse_trajectory
 from miniverl_dist.reporting.summary import identity, notable_events, title
+from miniverl_dist.schemas.evaluation import EvaluationReport
 from miniverl_dist.schemas.trajectory import Trajectory
 from miniverl_dist.training import checkpoint
 
@@ -41,7 +42,7 @@ def run_view(run_dir: Path) -> View:
     if run.metrics:
         lines.append(f"{'Last':<15}{step_line(run.metrics[-1])}")
     if evaluation is not None:
-        lines += ["", *aligned([TABLE_HEAD, *table_rows(evaluation)])]
+        lines += evaluation_text(evaluation)
     lines += [f"{name}: {details}" for name, details in notable_events(run)]
     lines += [f"note: {note}" for note in run.notes]
     data = {
@@ -92,6 +93,15 @@ def trajectory_view(run_dir: Path, trajectory_id: str) -> View:
         )
     texts = [f"=== {where} ===\n{episode_text(episode)}" for where, episode in found]
     return View("\n\n".join(texts), [episode.model_dump(mode="json") for _, episode in found])
+
+
+def evaluation_text(report: EvaluationReport) -> list[str]:
+    """All tables of an evaluation as lines, a title before each."""
+    return [
+        line
+        for table in evaluation_tables(report)
+        for line in ("", table.title, *aligned([table.head, *table.rows]))
+    ]
 
 
 def aligned(rows: list[tuple[str, ...]]) -> list[str]:

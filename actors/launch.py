@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actors.eval_jobs import EvaluationRequest, check_request, needs_student, row_tag_of
 from actors.preflight import (
     require_local_packages,
     require_student_files,
@@ -20,6 +21,7 @@ from actors.preflight import (
 )
 from actors.running import ActorFactory, Running
 from actors.single import SingleActor
+from actors.tracking import require_trackers
 from actors.warm_start import require_warm_start
 from miniverl_dist import __version__
 from miniverl_dist.config.load import LoadedConfig, load_run_config
@@ -33,7 +35,7 @@ from miniverl_dist.observability.run_dir import (
     MANIFEST,
     RunDirectory,
 )
-from miniverl_dist.schemas.evaluation import EvaluationReport
+from miniverl_dist.schemas.evaluation import EvaluationReport, TailCalls
 from miniverl_dist.training import checkpoint as commits
 from miniverl_dist.training.loop import RunSummary
 from miniverl_dist.training.recorder import COMMITTED_FILES
@@ -63,6 +65,7 @@ def train(
     require_local_packages(config.config)
     require_student_files(config.config)
     require_teacher_files(config.config)
+    require_trackers(config.config)
     require_warm_start(config.config)
     with RunDirectory.create(run_dir) as run:
         config.save(run)
@@ -84,6 +87,7 @@ def resume(
     config = load_run_config(run_dir)
     require_local_packages(config.config)
     require_teacher_files(config.config)
+    require_trackers(config.config)
     with RunDirectory.open(run_dir, writable=True) as run:
         commits.discard_incomplete(run_dir / CHECKPOINTS)
         newest = commits.newest_checkpoint(run_dir / CHECKPOINTS)
@@ -109,7 +113,7 @@ def evaluate(
     *,
     policies: tuple[str, ...],
     checkpoint: Path | None,
-    tail_calls: int | None,
+    tail_calls: TailCalls | None,
     output: Path,
     progress: Progress,
 ) -> EvaluationReport:
@@ -117,24 +121,35 @@ def evaluate(
 
     Args:
         config: Tasks, student, teacher and the ``evaluation`` section.
-        policies: ``student``, ``teacher``, ``null``, ``oracle``.
+        policies: See `eval_policies.parse_policy`.
         checkpoint: Weights of the student; None takes its initial ones.
         tail_calls: T instead of the config's.
         output: Run directory of the job (made anew) or an existing run to add rows to.
         progress: Told what happens.
     """
-    problem = config.config.acting_teacher_problem
-    if "teacher" in policies and problem is not None:
-        raise ConfigError(f"policy teacher: {problem}")
-    require_local_packages(config.config)
-    require_student_files(config.config)
-    if "student" in policies and checkpoint is None:
+    tag = row_tag_of(checkpoint, config)
+    request = EvaluationRequest(policies, tag, checkpoint, tail_calls)
+    return evaluate_request(config, request, output=output, progress=progress)
+
+
+def evaluate_request(
+    config: LoadedConfig, request: EvaluationRequest, *, output: Path, progress: Progress
+) -> EvaluationReport:
+    """The same with foreign policies or a deployed checkpoint.
+
+    Raises:
+        ConfigError: a policy that cannot play; nothing has been played then.
+    """
+    check_request(request, config.config)
+    with_student = needs_student(request) or request.deploy is not None
+    require_local_packages(config.config, with_student=with_student)
+    if with_student:
+        require_student_files(config.config)
+    if needs_student(request) and request.checkpoint is None:
         progress.message("note: no checkpoint given, the student is evaluated untrained")
-    tag = "initial" if checkpoint is None else _checkpoint_tag(checkpoint, config)
     with _evaluation_run(config, output) as run:
         running = Running(config, run, progress, _actor_of(config))
-        work = running.evaluate(policies, checkpoint=checkpoint, tail_calls=tail_calls, tag=tag)
-        return asyncio.run(_interruptible(work))
+        return asyncio.run(_interruptible(running.evaluate(request)))
 
 
 def _train(
@@ -200,12 +215,6 @@ async def _interruptible(work: Coroutine[Any, Any, Result]) -> Result:
         raise KeyboardInterrupt from None
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
-
-
-def _checkpoint_tag(checkpoint: Path, config: LoadedConfig) -> str:
-    """A row's tag: the commit's name, and whose it is when it was made under another config."""
-    found = commits.check_files(checkpoint).state.config_digest
-    return checkpoint.name if found == config.digest else f"{checkpoint.name}@{found[:8]}"
 
 
 @contextlib.contextmanager

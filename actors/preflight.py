@@ -28,13 +28,18 @@ _INSTALL = {
 }
 
 
-def require_local_packages(config: RunConfig) -> None:
+def require_local_packages(config: RunConfig, *, with_student: bool = True) -> None:
     """Fail before anything is written when this process cannot do its part of the run.
+
+    Args:
+        config: Of the run.
+        with_student: False where nothing will be asked of the student (an evaluation of others).
 
     Raises:
         MissingDependencyError: names every missing package and the command that installs it.
     """
-    missing = [name for name in _needed(config) if not _is_installed(name)]
+    needed = _needed(config) if with_student else _needed_by_episodes(config)
+    missing = [name for name in needed if not _is_installed(name)]
     if missing:
         listed = "; ".join(f"{name}: {_INSTALL[name]}" for name in missing)
         raise MissingDependencyError(
@@ -140,10 +145,15 @@ def require_rows(architecture: Architecture, name: str, tokenizer: TokenizerLike
         )
 
 
-def _needed(config: RunConfig) -> Iterator[str]:
-    yield from ("torch", "tokenizers")
+def _needed_by_episodes(config: RunConfig) -> Iterator[str]:
+    yield "tokenizers"
     if config.environment.kind == "bfcl":
         yield "bfcl_eval"
+
+
+def _needed(config: RunConfig) -> Iterator[str]:
+    yield "torch"
+    yield from _needed_by_episodes(config)
     if config.student.model.kind == "megatron":
         yield from ("megatron", "transformers")
     if config.student.model.kind == "hf":

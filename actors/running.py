@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from actors.eval_jobs import EvaluationRequest, EvaluationRun
 from actors.single import SingleActor
+from actors.tracking import Tracking
 from actors.warm_start import provenance
 from miniverl_dist.config.load import LoadedConfig
 from miniverl_dist.errors import MiniverlError
@@ -14,9 +16,8 @@ from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.progress import Progress
 from miniverl_dist.observability.run_dir import MANIFEST, RunDirectory
+from miniverl_dist.observability.tracking.base import RunEnd
 from miniverl_dist.schemas.evaluation import EvaluationReport
-from miniverl_dist.training import checkpoint as commits
-from miniverl_dist.training.evaluator import read_evaluation
 from miniverl_dist.training.loop import RunSummary, Trainer
 from miniverl_dist.training.recorder import Recorder
 
@@ -41,7 +42,7 @@ class Running:
         progress: Progress,
         make_actor: ActorFactory = SingleActor,
     ) -> None:
-        self._run, self._progress = run, progress
+        self._config, self._run, self._progress = config, run, progress
         self._recorder = Recorder(run, progress, SystemClock())
         self._actor = make_actor(config, self._recorder)
         self._trainer: Trainer | None = None
@@ -61,8 +62,11 @@ class Running:
     async def train(self, resume_from: Path | None) -> RunSummary:
         """Run to the end, to a stop, or to an error; the manifest and the report say which."""
         update_manifest(self._run, status="running")
+        tracking = Tracking(self._config, self._recorder)
+        end: RunEnd = "failed"
         try:
             summary = await self._train(resume_from)
+            end = "finished" if summary.is_finished else "stopped"
         except BaseException as error:
             update_manifest(self._run, status="failed")
             self._recorder.event(
@@ -70,8 +74,9 @@ class Running:
             )
             raise
         finally:
+            await tracking.close(end)  # waits for trackers, at most for their deadlines
             self._progress.close()
-        update_manifest(self._run, status="finished" if summary.is_finished else "stopped")
+        update_manifest(self._run, status=end)
         self._report()
         return summary
 
@@ -91,35 +96,9 @@ class Running:
                     self._trainer.request_stop()
                 return await self._trainer.run(resume_from)
 
-    async def evaluate(
-        self,
-        policies: tuple[str, ...],
-        *,
-        checkpoint: Path | None,
-        tail_calls: int | None,
-        tag: str,
-    ) -> EvaluationReport:
-        """Measure policies and add their rows to ``eval.json``.
-
-        Args:
-            policies: ``student``, ``teacher``, ``null``, ``oracle``.
-            checkpoint: Weights of the student; None takes its initial ones.
-            tail_calls: T instead of the config's.
-            tag: Of the rows.
-        """
-        actor = self._actor
-        async with actor.reserved():
-            await actor.prepare(with_teacher="teacher" in policies)
-            async with actor.open(tail_calls=tail_calls, with_scorer=False) as parts:
-                students = parts.ports.students
-                if checkpoint is not None:
-                    state = commits.verify(checkpoint).state
-                    await students.load(checkpoint, state.policy_version)
-                await parts.ports.weights.publish(students.policy_version)
-                for name in policies:
-                    suffix = "" if tail_calls is None else f"-T{tail_calls}"
-                    await parts.evaluator.measure(name, f"{tag}{suffix}", students.policy_version)
-        return read_evaluation(self._run) or actor.empty_evaluation()
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationReport:
+        """Measure policies and add their rows to ``eval.json``."""
+        return await EvaluationRun(self._config.config, self._run, self._actor, request).measure()
 
     def _report(self) -> None:
         """Write report.html and summary.md; a run is not lost for want of its report."""

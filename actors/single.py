@@ -6,7 +6,7 @@ part that needs it is built, so that commands which only read a run stay light.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,12 +41,13 @@ from actors.warm_start import take_over_student, take_over_teacher
 from miniverl_dist.alignment.spans import student_byte_ends
 from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.config.load import LoadedConfig
+from miniverl_dist.config.recipe import TaskSplit
 from miniverl_dist.config.roles import SftConfig
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.observability.events import Event
 from miniverl_dist.ports import RolloutSource, StudentPool, TeacherScorer, WeightStore
 from miniverl_dist.schemas.batch import IntArray, SftBatch
-from miniverl_dist.schemas.evaluation import EvaluationReport
+from miniverl_dist.schemas.evaluation import EvaluationReport, TailCalls
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
@@ -83,23 +84,29 @@ class SingleActor:
         self._run_dir: Path = recorder.run.path
         self._clock = SystemClock()
 
-    async def prepare(self, *, with_teacher: bool = True) -> None:
+    async def prepare(self, *, with_teacher: bool = True, with_student: bool = True) -> None:
         """Make what must be there before anything else: vocabularies and the fitted teacher.
 
         What is there already is left alone, so that a resumed run uses the same.
 
         Args:
             with_teacher: False where nothing will ask the teacher (an evaluation of others).
+            with_student: False where nothing will ask the student; its tokenizer is needed always.
         """
-        from actors.builds import prepare_student, set_num_threads
+        if with_student or with_teacher:
+            from actors.builds import set_num_threads
 
-        set_num_threads(self._config)
-        take_over_student(self._config, self._run_dir)
+            set_num_threads(self._config)
+        if with_student or has_declared_vocabulary(self._config):
+            take_over_student(self._config, self._run_dir)
         path = self._run_dir / STUDENT_VOCABULARY_FILE
         if has_declared_vocabulary(self._config) and not path.exists():
             self._recorder.progress.phase("declaring the student's vocabulary")
             (await declare_vocabulary(self._config, self._clock)).save(path)
-        prepare_student(self._config, self.tokenizer, self._run_dir)
+        if with_student:
+            from actors.builds import prepare_student
+
+            prepare_student(self._config, self.tokenizer, self._run_dir)
         teacher = self._config.teacher if with_teacher else None
         is_fitted = (self._run_dir / TEACHER_SEAL_FILE).exists()  # written last
         if teacher is None or teacher.fit is None or is_fitted:
@@ -157,7 +164,7 @@ class SingleActor:
 
     @asynccontextmanager
     async def open(
-        self, *, tail_calls: int | None = None, with_scorer: bool = True
+        self, *, tail_calls: TailCalls | None = None, with_scorer: bool = True
     ) -> AsyncIterator[Parts]:
         """Everything behind its port; leaving the block closes engines and sessions.
 
@@ -284,7 +291,11 @@ class SingleActor:
     def _quarantined(self, name: str, reason: str) -> None:
         self._recorder.event(Event.ENGINE_QUARANTINED, engine=name, reason=reason)
 
-    def _evaluator(self, student: RolloutSource, tail_calls: int | None) -> Evaluator:
+    def evaluator_alone(self, tail_calls: TailCalls | None) -> Evaluator:
+        """Evaluations without the student: nothing of it is built or loaded."""
+        return self._evaluator(None, tail_calls)
+
+    def _evaluator(self, student: RolloutSource | None, tail_calls: TailCalls | None) -> Evaluator:
         """Evaluations of this run; rows that eval.json holds already are kept."""
         config, side = self._config.evaluation, self.side
         if tail_calls is not None:
@@ -299,17 +310,25 @@ class SingleActor:
             report,
             self._recorder,
             deadline_s=self._config.deadlines.evaluate_s,
+            identity=self._loaded.digest,
         )
 
     def empty_evaluation(self) -> EvaluationReport:
         """The report before its first row."""
-        side = self.side
+        side, tasks = self.side, self.side.environment.tasks()
+        chosen, doubtful = self._config.tasks, self._config.evaluation.doubtful_ids
         return EvaluationReport(
             environment=side.environment.name,
             task_ids=side.eval_ids,
             trains_on_eval_tasks=bool(set(side.train_ids) & set(side.eval_ids)),
             temperature=self._config.evaluation.temperature,
             rows=(),
+            split=chosen.split if isinstance(chosen, TaskSplit) else "ids",
+            classes={task_id: tasks[task_id].classes for task_id in side.eval_ids},
+            categories=_named(side.eval_ids, lambda task_id: tasks[task_id].category),
+            families=_named(side.eval_ids, lambda task_id: tasks[task_id].family),
+            doubtful_ids=tuple(i for i in side.eval_ids if i in doubtful),
+            doubtful_source=self._config.evaluation.doubtful_source,
         )
 
     async def trainer(self, parts: Parts, *, with_warmup: bool) -> Trainer:
@@ -358,6 +377,11 @@ class SingleActor:
             seed=sft_seed(self._config, "student"),
             replacement_ids=_known_ids(self.tokenizer),
         )
+
+
+def _named(task_ids: Sequence[str], name: Callable[[str], str]) -> dict[str, str]:
+    """Task id -> name, without empty names."""
+    return {task_id: found for task_id in task_ids if (found := name(task_id))}
 
 
 def _known_ids(tokenizer: TokenizerLike) -> Sequence[int]:

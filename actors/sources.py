@@ -19,7 +19,7 @@ from miniverl_dist.ports import ChatFormat, Clock, RolloutSource
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.trajectory import SamplingRecord
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
-from rollout_server.episode import EVALUATION_BUDGET, EpisodePlayer, EpisodeWatcher
+from rollout_server.episode import EVALUATION_BUDGET, EpisodePlayer, EpisodeWatcher, Stage
 from rollout_server.policies import EnginePolicy, Policy, null_policy, oracle_policy
 
 if TYPE_CHECKING:
@@ -81,15 +81,22 @@ def _evaluation_player(
     acting: ActingModel,
     clock: Clock,
 ) -> EpisodePlayer:
+    stage = stage_for(chat, side.environment, config, acting)
+    return player_of(config, stage, policy, clock, config.rollout.max_new_tokens)
+
+
+def player_of(
+    config: RunConfig, stage: Stage, policy: Policy, clock: Clock, max_new_tokens: int
+) -> EpisodePlayer:
+    """Any policy in evaluation: seeds and budget are the same for all."""
     return EpisodePlayer(
-        stage_for(chat, side.environment, config, acting),
+        stage,
         policy,
         seed=derive_seed(config.seed, "evaluation"),
         clock=clock,
         budget=EVALUATION_BUDGET,
         sampling=SamplingRecord(
-            temperature=config.evaluation.temperature,
-            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=config.evaluation.temperature, max_new_tokens=max_new_tokens
         ),
     )
 
@@ -100,7 +107,7 @@ class EvaluationSources:
     Args:
         config: Of the run.
         side: The student's half.
-        student: Plays the student in evaluation.
+        student: Plays the student in evaluation; None where it has not been built.
         run_dir: Where a fitted teacher lies.
         clock: For diagnostics.
     """
@@ -109,7 +116,7 @@ class EvaluationSources:
         self,
         config: RunConfig,
         side: StudentSide,
-        student: RolloutSource,
+        student: RolloutSource | None,
         run_dir: Path,
         clock: Clock,
     ) -> None:
@@ -132,6 +139,8 @@ class EvaluationSources:
         return self._player(oracle_policy(self._side.chat, WRITE_CALLS), self._side.chat)
 
     async def _the_student(self) -> RolloutSource:
+        if self._student is None:
+            raise ConfigError("policy student: this evaluation was started without its weights")
         return self._student
 
     async def _teacher(self) -> RolloutSource:

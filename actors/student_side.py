@@ -26,7 +26,7 @@ from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 from miniverl_dist.training.sft import SftExample
-from rollout_server.chat_format import Qwen36ChatFormat
+from rollout_server.chat_format import PlainChatMLFormat, Qwen36ChatFormat
 from rollout_server.episode import Stage
 from rollout_server.tool_calls import parser, writer
 from rollout_server.traces import Trace, TraceMaker
@@ -41,6 +41,7 @@ _CHAT_FORMATS: dict[str, Callable[[TokenizerLike], ChatFormat]] = {"qwen3.6": Qw
 _OTHER_END = "<|endoftext|>"
 _CHATML = ("<|im_start|>", "<|im_end|>")
 """Control tokens without which Qwen's turns cannot be written."""
+_THINK = "<think>"
 ActingModel = ToyModelConfig | HFModelConfig | HFStudentConfig | MegatronModelConfig
 
 
@@ -74,7 +75,9 @@ def student_chat(config: RunConfig, tokenizer: TokenizerLike) -> ChatFormat:
             f"no control token {' and no '.join(missing)}; known are "
             f"{', '.join(sorted(_CHAT_FORMATS))}, and folders whose tokenizer has ChatML's tokens"
         )
-    return Qwen36ChatFormat(tokenizer)
+    # Spelled in pieces, it is a text that the model was never trained on.
+    thinks = len(tokenizer.encode(_THINK)) == 1
+    return Qwen36ChatFormat(tokenizer) if thinks else PlainChatMLFormat(tokenizer)
 
 
 def _has_special(tokenizer: TokenizerLike, text: str) -> bool:
@@ -142,12 +145,20 @@ async def declare_vocabulary(config: RunConfig, clock: Clock) -> SubVocabulary:
     maker = TraceMaker(side.stage, WRITE_CALLS, clock, seed=config.seed)
     traces += await maker.make(
         side.eval_ids,
-        max_tail_calls=config.evaluation.tail_calls,
+        max_tail_calls=_longest_evaluated(config, side),
         per_task=1,
         noisy_fraction=0.0,
     )
     occurring = {i for trace in traces for i in trace.trajectory.token_ids}
     return SubVocabulary(base, occurring | {side.chat.turn_end_id, *side.other_stop_ids})
+
+
+def _longest_evaluated(config: RunConfig, side: StudentSide) -> int:
+    tail_calls = config.evaluation.tail_calls
+    if tail_calls != "all":
+        return tail_calls
+    tasks = side.environment.tasks()
+    return max(tasks[task_id].num_calls for task_id in side.eval_ids)
 
 
 async def warmup_traces(

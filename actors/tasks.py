@@ -31,6 +31,7 @@ def environments(write_calls: CallWriter) -> EnvironmentRegistry:
         section = BfclConfig.model_validate(options)
         return BfclEnvironment(
             BfclOptions(
+                categories=section.categories,
                 prompt=section.prompt,
                 max_observation_chars=section.max_observation_chars,
                 call_deadline_s=section.call_deadline_s,
@@ -75,13 +76,16 @@ def resolve_tasks(
         ConfigError: a split that leaves nothing to train on or to evaluate.
     """
     chosen = config.tasks
+    named = {"evaluation.doubtful_ids": config.evaluation.doubtful_ids}
     if isinstance(chosen, TaskIds):
-        for task_id in (*chosen.train, *chosen.eval):
-            if task_id not in tasks:
-                raise TaskNotFoundError(
-                    f"tasks: there is no task {task_id!r} among the {len(tasks)} of "
-                    f"{config.environment.kind} (the first is {next(iter(tasks))!r})"
-                )
+        named["tasks"] = (*chosen.train, *chosen.eval)
+    for where, task_id in ((where, i) for where, ids in named.items() for i in ids):
+        if task_id not in tasks:
+            raise TaskNotFoundError(
+                f"{where}: there is no task {task_id!r} among the {len(tasks)} of "
+                f"{config.environment.kind} (the first is {next(iter(tasks))!r})"
+            )
+    if isinstance(chosen, TaskIds):
         return chosen.train, chosen.eval
     train, held_out = split(tasks, chosen.split, chosen.num_eval, chosen.seed)
     if not train or not held_out:

@@ -95,6 +95,8 @@ class Renderer:
         self._mode, self._side, self._teacher = config.rendering, side, teacher
         self._is_privileged = config.mode == "privileged_context"
         self.chat = teacher_chat(config, teacher) if config.rendering == "native" else None
+        start = config.text_start
+        self._start_ids = () if start is None else (teacher.special_id(start),)
         self._tools: dict[str, Sequence[ToolSchema]] = {}
         self._blocks: dict[tuple[str, int], OracleBlock] = {}
 
@@ -113,7 +115,7 @@ class Renderer:
         Raises:
             EnvironmentFaultError: the oracle's calls cannot be found out.
         """
-        return render(
+        rendering = render(
             trajectory,
             mode=self._mode,
             student_format=self._side.chat,
@@ -123,6 +125,7 @@ class Renderer:
             every_written=every_written,
             block=self._block_of(trajectory) if self._is_privileged else None,
         )
+        return rendering.behind(self._start_ids)
 
     def _tools_of(self, task_id: str) -> Sequence[ToolSchema]:
         if task_id not in self._tools:

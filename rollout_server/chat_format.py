@@ -73,8 +73,7 @@ class Qwen36ChatFormat:
         if not tools:
             return Piece(SpanKind.SYSTEM, ())
         if any(tool.description or tool.parameters for tool in tools):
-            lines = [_TOOLS_HEAD, *(_tool_line(tool) for tool in tools)]
-            text = "\n".join(lines) + _TOOLS_FOOT
+            text = tools_text(tools)
         else:
             text = f"Tools: {', '.join(tool.name for tool in tools)}"
         return Piece(SpanKind.SYSTEM, self._turn(f"system\n{text}"))
@@ -116,6 +115,19 @@ class Qwen36ChatFormat:
     def _turn(self, text: str) -> tuple[int, ...]:
         line_break = self._tokenizer.encode("\n")
         return (self._turn_start, *self._tokenizer.encode(text), self._turn_end, *line_break)
+
+
+class PlainChatMLFormat(Qwen36ChatFormat):
+    """The same turns for a model that has never seen a thinking block (SmolLM2 and the like)."""
+
+    def assistant_opening(self) -> Piece:
+        """The generation prompt alone."""
+        return Piece(SpanKind.USER, (self._turn_start, *self._tokenizer.encode("assistant\n")))
+
+
+def tools_text(tools: Sequence[ToolSchema]) -> str:
+    """The system text: every tool in full, and how a call is written."""
+    return "\n".join([_TOOLS_HEAD, *(_tool_line(tool) for tool in tools)]) + _TOOLS_FOOT
 
 
 def _tool_line(tool: ToolSchema) -> str:

@@ -27,6 +27,7 @@ from miniverl_dist.errors import (
 )
 from miniverl_dist.ports import Assignment, ChatFormat, Clock
 from miniverl_dist.schemas.messages import (
+    CallError,
     Message,
     ParsedCall,
     ParseStatus,
@@ -54,6 +55,7 @@ class _Tally:
 
     calls: list[ParsedCall] = field(default_factory=list)
     successes: list[bool] = field(default_factory=list)
+    errors: list[CallError | None] = field(default_factory=list)
     turns: int = 0
     turns_since_user: int = 0
     parse_errors_in_a_row: int = 0
@@ -66,6 +68,7 @@ class _Tally:
         for call, observation in zip(calls, observations, strict=True):
             self.calls.append(call)
             self.successes.append(not observation.is_error)
+            self.errors.append(observation.error)
             self.tool_errors_in_a_row = self.tool_errors_in_a_row + 1 if observation.is_error else 0
             key = (
                 call.raw
@@ -202,6 +205,8 @@ class _Episode:
         self._tally = _Tally()
         self._seen: list[int] = []
         self._max_turns = player.budget.turns(assignment.tail_calls, self._limits.max_turns)
+        info = player.stage.environment.tasks().get(assignment.task_id)
+        self._max_turns += info.extra_turns if info else 0  # an unknown task fails when it starts
 
     async def play(self) -> Termination:
         session = await self._player.off_loop.run(self._open)
@@ -212,7 +217,10 @@ class _Episode:
                 return Termination.MAX_TOKENS
             self._tell_turn()
             moment = Moment(
-                turn_seed(self._seed, self._tally.turns), room, self._tally.turns_since_user
+                turn_seed(self._seed, self._tally.turns),
+                room,
+                self._tally.turns_since_user,
+                tuple(self._transcript.messages),
             )
             # Waits for the engine; the engine's own deadline and the episode's bound it.
             turn = await self._player.policy.act(prompt, session, moment)
@@ -273,7 +281,7 @@ class _Episode:
     def _take(self, turn: Turn, session: Session) -> Termination | None:
         """Record a turn and let the environment answer; a reason when the episode is over."""
         text = self._chat.tokenizer.decode(turn.token_ids)
-        parsed = self._player.stage.parse(text, self._schemas)
+        parsed = turn.parsed or self._player.stage.parse(text, self._schemas)
         hands_over = turn.finish == "turn_end" and not parsed.calls
         user = session.next_user_turn() if hands_over else None
         kind = SpanKind.ASSISTANT_TOOL_CALL if parsed.calls else SpanKind.ASSISTANT_TEXT
@@ -349,6 +357,7 @@ class _Episode:
             messages=tuple(transcript.messages),
             tool_calls=tuple(self._tally.calls),
             exec_successes=tuple(self._tally.successes),
+            call_errors=tuple(self._tally.errors),
             reward=outcome.reward if outcome else 0.0,
             reward_parts=outcome.reward_parts if outcome else {},
             passed=bool(outcome and outcome.passed),

@@ -19,7 +19,7 @@ from miniverl_dist.generate_api.wire import (
     checked_logprobs,
 )
 from miniverl_dist.ports import ChatFormat
-from miniverl_dist.schemas.messages import ToolCall
+from miniverl_dist.schemas.messages import Message, ParsedMessage, ToolCall
 from miniverl_dist.schemas.routing import ExpertRows, RoutingShape, decode_engine_rows
 from miniverl_dist.schemas.seeds import derive_seed
 from rollout_server.engines.base import Engine
@@ -39,6 +39,9 @@ class Turn:
     finish: Literal["turn_end", "other_end", "length"]
     routed_experts: ExpertRows | None = None
     """[prompt and turn - 1, layers, experts per token]; None when the engine was not asked."""
+    parsed: ParsedMessage | None = None
+    """The turn as an API gave it, calls apart from text; the tokens are then only a rendering of
+    it. None: the calls are read from the tokens' text."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Moment:
     """Tokens that still fit."""
     turns_since_user: int
     """Assistant turns already taken since the last user message."""
+    messages: tuple[Message, ...] = ()
+    """The episode so far, without the system text."""
 
 
 class Policy(Protocol):

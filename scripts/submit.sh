@@ -6,12 +6,14 @@ set -eu
 usage() {
     cat <<'TEXT'
 usage: scripts/submit.sh CONFIG [options] [-- ARGUMENTS OF train]
+       scripts/submit.sh CONFIG --eval [options] -- ARGUMENTS OF eval
        scripts/submit.sh --resume RUN [options]
 
   --address URL        the cluster's job server, for instance http://127.0.0.1:8265
                        (default: $RAY_API_SERVER_ADDRESS, then $RAY_ADDRESS)
   --run-dir DIR        run directory, on storage that all nodes share
                        (default: $MINIVERL_RUNS/SUBMISSION-ID)
+  --eval               evaluate instead of training; after --, for instance --policy teacher
   --resume RUN         continue the run in this directory instead of starting one
   --submission-id ID   the job's name (default: the recipe's name and the time)
   --python PROGRAM     Python on the nodes (default: python)
@@ -38,7 +40,7 @@ fail() {
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 address=${RAY_API_SERVER_ADDRESS:-${RAY_ADDRESS:-}}
 config='' run_dir='' resume='' submission_id='' node_python=python stop_wait=300 max_mib=64
-num_cpus='' resources='' no_wait='' dry_run=''
+num_cpus='' resources='' no_wait='' dry_run='' is_eval=''
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 trap 'exit 130' INT
@@ -64,6 +66,7 @@ while [ $# -gt 0 ]; do
         esac
         shift 2
         ;;
+    --eval) is_eval=yes && shift ;;
     --no-wait) no_wait=yes && shift ;;
     --dry-run) dry_run=yes && shift ;;
     -h | --help) usage && exit 0 ;;
@@ -79,6 +82,7 @@ done
 
 [ -n "$config$resume" ] || fail "no CONFIG (see --help)"
 [ -z "$config" ] || [ -z "$resume" ] || fail "--resume keeps the run's own config: leave $config out"
+[ -z "$resume" ] || [ -z "$is_eval" ] || fail "--resume continues a training run: leave --eval out"
 [ -z "$resume" ] || [ $# -eq 0 ] || fail "--resume takes no arguments of train: $*"
 case $stop_wait in '' | *[!0-9]*) fail "--stop-wait $stop_wait: expected whole seconds" ;; esac
 case $max_mib in '' | *[!0-9]*) fail "--max-mib $max_mib: expected a whole number" ;; esac
@@ -121,6 +125,9 @@ echo "submission id: $submission_id"
 echo "run directory: $run_dir"
 if [ -n "$resume" ]; then
     set -- "$node_python" -m actors.launch resume "$run_dir"
+elif [ -n "$is_eval" ]; then
+    # The same command on the same run directory plays only what is missing.
+    set -- "$node_python" -m actors.launch eval "$(value config)" --output "$run_dir" "$@"
 else
     set -- "$node_python" -m actors.launch train "$(value config)" --run-dir "$run_dir" "$@"
 fi

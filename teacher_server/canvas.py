@@ -6,7 +6,7 @@ Shapes: S student tokens, R teacher tokens of one span.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miniverl_dist.alignment.spans import byte_ends, split_turn_end, student_byte_ends
 from miniverl_dist.errors import RecordError
@@ -53,6 +53,20 @@ class TeacherRendering:
     """One per located span, in order."""
     segments: tuple[Segment, ...] = ()
     """They tile the tokens; none is empty."""
+
+    def behind(self, token_ids: tuple[int, ...]) -> TeacherRendering:
+        """The same text behind these tokens, which count to its first segment's span."""
+        if not token_ids or not self.segments:
+            return self
+        size = len(token_ids)
+        return TeacherRendering(
+            (*token_ids, *self.token_ids),
+            tuple(replace(s, start=s.start + size, end=s.end + size) for s in self.spans),
+            (
+                Segment(self.segments[0].key, 0, size),
+                *(replace(s, start=s.start + size, end=s.end + size) for s in self.segments),
+            ),
+        )
 
 
 @dataclass(frozen=True)

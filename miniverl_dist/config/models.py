@@ -39,6 +39,7 @@ from miniverl_dist.config.roles import (
     TeacherConfig,
     ToyModelConfig,
 )
+from miniverl_dist.config.tracking import TrackingConfig
 
 Objective = Literal["sft", "offline_kd", "opd", "grpo", "grpo_opd"]
 
@@ -76,6 +77,8 @@ class RunConfig(ConfigModel):
     deadlines: DeadlineConfig = DeadlineConfig()
     cluster: ClusterConfig = ClusterConfig()
     publish: PublishConfig = PublishConfig()
+    tracking: tuple[TrackingConfig, ...] = ()
+    """Other places where the run's numbers can be looked at; the run directory has them all."""
 
     @property
     def uses_teacher(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from miniverl_dist.config.base import (
     ConfigModel,
@@ -48,8 +48,10 @@ class TaskSplit(ConfigModel):
 
     kind: Literal["split"]
     split: Literal["tail", "stratified"] = "tail"
-    """``tail``: the last tasks in the data's order (one class only); ``stratified``: by classes."""
+    """``tail``: the last tasks in the data's order (one class only); ``stratified``: by classes.
+    Variants of one task (BFCL's categories) stay together in both."""
     num_eval: PositiveInt = 30
+    """Tasks, all variants counted: with C categories a multiple of C."""
     seed: int = 0
     """Of the stratified draw; fixed apart from the run's seed so that arms share it."""
 
@@ -97,10 +99,23 @@ class RewardWeights(ConfigModel):
         return self
 
 
+BfclCategory = Literal["base", "long_context", "miss_func", "miss_param"]
+
+
+def _as_tuple(found: Any) -> Any:  # noqa: ANN401 - not validated yet
+    return tuple(found) if isinstance(found, list) else found
+
+
+# The whole section passes a validator that hands it on as Python, where a strict tuple is no list.
+_Categories = Annotated[tuple[BfclCategory, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+
+
 class BfclConfig(ConfigModel):
     """BFCL V3 multi-turn."""
 
     kind: Literal["bfcl"] = "bfcl"
+    categories: _Categories = ("base",)
+    """Categories whose 200 tasks each make up the environment, in this order."""
     prompt: Literal["full", "names", "compact"] = "full"
     """Tools in the prompt: schemas, names only, none. The last two show the model only the user
     turn that it takes over, for models with a tiny context."""
@@ -109,6 +124,14 @@ class BfclConfig(ConfigModel):
     """CPU seconds; a call that took longer makes the episode a fault of the harness. Expensive
     calls are refused beforehand, so this catches only what those limits do not foresee."""
     reward: RewardWeights = RewardWeights()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.categories)) < len(self.categories):
+            raise ValueError(
+                f"environment.categories: {', '.join(self.categories)} names one more than once"
+            )
+        return self
 
 
 class CurriculumConfig(ConfigModel):
@@ -355,13 +378,29 @@ class EvaluationConfig(ConfigModel):
     every_n_steps: PositiveInt | None = None
     before: bool = True
     after: bool = True
-    tail_calls: PositiveInt = 1
+    tail_calls: PositiveInt | Literal["all"] = 1
+    """T, the calls left to the policy; ``all``: every T from 1 to N of each task."""
     episodes_per_task: PositiveInt = 4
     temperature: NonNegativeFloat = 1.0
     """0 decodes greedily."""
     baselines: tuple[Literal["teacher", "null", "oracle"], ...] = ("null",)
     """Other policies measured once before training."""
     max_concurrency: PositiveInt = 16
+    doubtful_ids: tuple[str, ...] = ()
+    """Tasks whose answer key is in doubt. They are played and counted like all others; tables show
+    the share of tasks without doubt as the practical ceiling."""
+    doubtful_source: str = ""
+    """Where the doubt is written down, for instance the address of a public thread."""
+
+    @model_validator(mode="after")
+    def _check_doubt(self) -> Self:
+        if bool(self.doubtful_ids) != bool(self.doubtful_source):
+            raise ValueError(
+                f"evaluation: found {len(self.doubtful_ids)} doubtful_ids and doubtful_source "
+                f"{self.doubtful_source!r}; give both or neither, for a ceiling without a source "
+                "cannot be checked"
+            )
+        return self
 
 
 class CheckpointConfig(ConfigModel):

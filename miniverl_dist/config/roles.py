@@ -210,6 +210,9 @@ class TeacherConfig(ConfigModel):
     """``native``: the teacher's own role markers, the student's wire bytes verbatim; ``raw``: the
     student's text without markers; ``verbatim``: the student's very ids, for a teacher with the
     student's tokenizer."""
+    text_start: str | None = None
+    """Control token that its texts begin with under ``raw``: ``<bos>`` for Gemma, whose scores mean
+    nothing without it. Under ``native`` the chat format knows."""
     url: str | None = None
     """Score over HTTP there (SGLang's ``/generate``) instead of in this process."""
     urls: tuple[str, ...] = ()
@@ -284,6 +287,11 @@ class TeacherConfig(ConfigModel):
                 f"teacher.rendering: native needs the teacher's chat format, and there is none for "
                 f"tokenizer {self.tokenizer!r}; use `rendering: raw`, or one of the tokenizers "
                 f"{', '.join(NATIVE_TOKENIZERS)}"
+            )
+        if self.text_start is not None and self.rendering != "raw":
+            raise ValueError(
+                f"teacher.text_start goes with `rendering: raw`, found {self.rendering}: there the "
+                "chat format or the student's ids say how a text begins; remove it"
             )
         self._check_urls()
         self._check_prefix_scoring()

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from miniverl_dist.schemas.messages import FrozenModel, Message, ParsedCall, ToolCall, ToolSchema
+from miniverl_dist.schemas.messages import (
+    CallError,
+    FrozenModel,
+    Message,
+    ParsedCall,
+    ToolCall,
+    ToolSchema,
+)
 
 
 class TaskInfo(FrozenModel):
@@ -17,6 +24,13 @@ class TaskInfo(FrozenModel):
     num_turns: int
     classes: tuple[str, ...]
     """Names of the classes (tool families) involved, sorted."""
+    category: str = ""
+    """Part of the data that the task is from; empty where there is only one."""
+    family: str = ""
+    """Tasks of one family are variants of each other: a split never divides them. Empty: alone."""
+    extra_turns: int = 0
+    """Assistant turns that an episode needs beyond those of its calls: one per user turn in which
+    nothing can be called."""
 
 
 class Observation(FrozenModel):
@@ -24,6 +38,9 @@ class Observation(FrozenModel):
 
     content: str
     is_error: bool
+    error: CallError | None = None
+    """What kind of error; None without one, for a call that could not be read, and where the
+    environment does not tell."""
 
 
 class Outcome(FrozenModel):

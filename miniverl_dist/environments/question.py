@@ -31,10 +31,12 @@ from miniverl_dist.environments.arguments import size_problem
 from miniverl_dist.environments.base import Observation, Outcome, TaskInfo
 from miniverl_dist.environments.question_tasks import (
     SUBMIT,
+    ArgumentsError,
     Family,
     QuestionTask,
     Toolbox,
     ToolError,
+    UnknownToolError,
     canonical,
     draw_tasks,
     make_tool,
@@ -180,11 +182,12 @@ class QuestionSession:
 
     def _observe(self, parsed: ParsedCall) -> Observation:
         try:
-            content, is_error = self._attempt(parsed), False
+            content, is_error, kind = self._attempt(parsed), False, None
         except ToolError as error:
             content, is_error = json.dumps({"error": str(error)}, ensure_ascii=False), True
+            kind = error.kind if parsed.status is ParseStatus.OK else None
         self._successes.append(not is_error)
-        return Observation(content=self._cut(content), is_error=is_error)
+        return Observation(content=self._cut(content), is_error=is_error, error=kind)
 
     def _attempt(self, parsed: ParsedCall) -> str:
         call = parsed.call if parsed.status is ParseStatus.OK else None
@@ -201,9 +204,9 @@ class QuestionSession:
         schema = self._environment.schemas.get(call.name)
         if schema is None:
             known = ", ".join(self._environment.schemas)
-            raise ToolError(f"unknown tool {call.name[:100]!r}; known are {known}")
+            raise UnknownToolError(f"unknown tool {call.name[:100]!r}; known are {known}")
         for problem in _argument_problems(schema, call):
-            raise ToolError(f"{call.name}: {problem}")
+            raise ArgumentsError(f"{call.name}: {problem}")
         if self._answers.submitted is not None:
             raise ToolError("an answer has been submitted: end with a message without calls")
         if call.name == SUBMIT:
@@ -214,7 +217,7 @@ class QuestionSession:
 
     def _submit(self, answer: object) -> str:
         if not isinstance(answer, str | int | float | bool | None):
-            raise ToolError(
+            raise ArgumentsError(
                 f"{SUBMIT}: answer must be a single value, found {type(answer).__name__}"
             )
         self._answers.submitted = canonical(answer)

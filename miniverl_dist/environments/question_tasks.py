@@ -13,7 +13,7 @@ from miniverl_dist.config.environments import Difficulty, QuestionConfig
 from miniverl_dist.environments.base import TaskInfo
 from miniverl_dist.environments.decimals import json_number, parse_number, write_number
 from miniverl_dist.errors import ConfigError
-from miniverl_dist.schemas.messages import ToolCall, ToolSchema
+from miniverl_dist.schemas.messages import CallError, ToolCall, ToolSchema
 from miniverl_dist.schemas.seeds import derive_seed
 
 SUBMIT = "submit"
@@ -25,6 +25,20 @@ Scalar = str | int | float | bool | Fraction | None
 
 class ToolError(Exception):
     """A mistake of the model, in words that it reads; never leaves the environment."""
+
+    kind = CallError.EXECUTION
+
+
+class UnknownToolError(ToolError):
+    """There is no such tool."""
+
+    kind = CallError.UNKNOWN_TOOL
+
+
+class ArgumentsError(ToolError):
+    """Arguments that the tool does not take."""
+
+    kind = CallError.ARGUMENTS
 
 
 @dataclass(frozen=True)

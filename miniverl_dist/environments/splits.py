@@ -21,17 +21,33 @@ def split(
     ``stratified`` takes each combination of classes in proportion to its size (largest
     remainders), and within one by a hash of seed and id: the same on every machine.
 
+    Whole families are taken, equally many tasks of each category: a variant of a training task
+    tells nothing about what was learnt. The same families whichever categories there are.
+
     Raises:
-        ConfigError: ``num_eval`` leaves nothing to train on, or nothing to evaluate.
+        ConfigError: ``num_eval`` leaves nothing to train on, nothing to evaluate, or cuts a family.
     """
     if not 0 < num_eval < len(tasks):
         raise ConfigError(
             f"tasks.num_eval is {num_eval}, expected 1 to {len(tasks) - 1} of {len(tasks)} tasks"
         )
+    family_of = {task_id: info.family or task_id for task_id, info in tasks.items()}
+    families: dict[str, TaskInfo] = {}
+    for task_id, info in tasks.items():
+        families.setdefault(family_of[task_id], info)
+    size = len(tasks) // len(families)
+    if num_eval % size:
+        raise ConfigError(
+            f"tasks.num_eval is {num_eval}, expected a multiple of {size}: each task comes in "
+            f"{size} variants, and a split keeps them together"
+        )
+    num_families = num_eval // size
     tail = kind == "tail"
-    chosen = set(list(tasks)[-num_eval:]) if tail else _stratified(tasks, num_eval, seed)
-    train_ids = tuple(task_id for task_id in tasks if task_id not in chosen)
-    return train_ids, tuple(task_id for task_id in tasks if task_id in chosen)
+    chosen = (
+        set(list(families)[-num_families:]) if tail else _stratified(families, num_families, seed)
+    )
+    train_ids = tuple(task_id for task_id in tasks if family_of[task_id] not in chosen)
+    return train_ids, tuple(task_id for task_id in tasks if family_of[task_id] in chosen)
 
 
 def _stratified(tasks: Mapping[str, TaskInfo], num_eval: int, seed: int) -> set[str]:

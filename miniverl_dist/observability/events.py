@@ -27,6 +27,8 @@ class Event(StrEnum):
     RUN_FAILED = "run_failed"
     ALARM = "alarm"
     """A number that no healthy run shows, for instance no tool call in a whole step."""
+    TRACKING_FAILED = "tracking_failed"
+    """A tracker failed, or does not keep up; it is left alone, and the run goes on."""
     ENGINE_MISMATCH = "engine_mismatch"
     """Trainer and engine disagree on a step's tokens by more than ``loss.mismatch_alarm_*``."""
 

@@ -31,7 +31,7 @@ class RecordFile(StrEnum):
     TRAJECTORIES = "trajectories.jsonl"
     """Trained episodes with the teacher's word on each (``ports.ScoredTrajectory``)."""
     EVAL_TRAJECTORIES = "eval_trajectories.jsonl"
-    """``{"tag", "policy", "trajectory"}`` per evaluation episode."""
+    """``{"tag", "policy", "trajectory", "job"}`` per evaluation episode, as it has ended."""
     TOKEN_ANALYSIS = "token_analysis.jsonl"
 
 
@@ -244,6 +244,14 @@ class RunDirectory:
             if lengths[file] > length:
                 with disk_errors(self.path / file):
                     os.truncate(self.path / file, length)
+
+    def trim(self, name: str) -> None:
+        """Remove the unfinished last line that a killed writer has left, if there is one."""
+        self._require_lock()
+        file = _declared(name)
+        if file not in self._handles and (self.path / file).exists():
+            with disk_errors(self.path / file):
+                self._handles[file] = _open_for_append(self.path / file)
 
     def iter_jsonl(self, name: str) -> Iterator[dict[str, Any]]:
         """Records of a file one by one; a missing file has none.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from miniverl_dist.reporting.run_data import RunData
 from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow
+from miniverl_dist.training.eval_stats import paired_difference
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class Difference:
     value: float
     low: float
     high: float
+    is_paired: bool = False
+    """True: tasks were resampled, both sides on the same ones; False: from the two Wilson
+    intervals, as if the episodes were independent."""
 
     def __str__(self) -> str:
         """``+0.20 [+0.05, +0.34] vs warm``."""
@@ -30,16 +34,30 @@ class EvaluationLine:
     """One row of the table with what it is compared to."""
 
     row: EvaluationRow
-    null_rate: float | None
-    """Pass rate of the policy that does nothing, at the same horizon."""
+    null: EvaluationRow | None
+    """The policy that does nothing, on the same tasks at the same horizon."""
     difference: Difference | None
+    ceiling: float | None
+    """Share of the row's tasks whose answer key nobody doubts; None where no doubt is declared."""
+
+    @property
+    def null_rate(self) -> float | None:
+        """Pass rate of the policy that does nothing."""
+        return None if self.null is None else self.null.pass_rate
 
 
 def difference(row: EvaluationRow, base: EvaluationRow, against: str) -> Difference:
     """Difference of two pass rates.
 
-    Source: Newcombe (1998), method 10: the interval from the two Wilson intervals.
+    Over two tasks or more it is paired by task (`eval_stats.paired_difference`). Otherwise, and for
+    rows that hold no outcomes by task, the interval comes from the two Wilson intervals.
+
+    Source: Newcombe (1998), method 10, for the latter.
     """
+    paired = paired_difference(row.tasks, base.tasks)
+    if paired is not None and paired.interval is not None:
+        interval = paired.interval
+        return Difference(against, paired.value, interval.low, interval.high, is_paired=True)
     value = row.pass_rate - base.pass_rate
     below = math.hypot(row.pass_rate - row.pass_low, base.pass_high - base.pass_rate)
     above = math.hypot(row.pass_high - row.pass_rate, base.pass_rate - base.pass_low)
@@ -52,17 +70,32 @@ def evaluation_lines(report: EvaluationReport) -> list[EvaluationLine]:
     The student is compared with where reinforcement learning began (``warm``, else ``before``), the
     warm-up itself with ``before``, other policies with the null policy.
     """
-    return [_line(row, report.rows) for row in report.rows]
+    return [_line(row, report) for row in report.rows]
 
 
-def _line(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> EvaluationLine:
-    peers = [other for other in rows if other.tail_calls == row.tail_calls]
+def _line(row: EvaluationRow, report: EvaluationReport) -> EvaluationLine:
+    peers = [other for other in report.rows if _is_comparable(row, other)]
     null = next((other for other in peers if other.policy == "null"), None)
     base = _student_base(row, peers) if row.policy == "student" else null
     found = None
     if base is not None and base is not row:
         found = difference(row, base, base.tag if base.policy == "student" else "null")
-    return EvaluationLine(row, None if null is None else null.pass_rate, found)
+    return EvaluationLine(row, null, found, ceiling(row, report))
+
+
+def _is_comparable(row: EvaluationRow, other: EvaluationRow) -> bool:
+    """Same horizon and same tasks: T = 3 of every T leaves out what has fewer calls."""
+    places = [{(o.task_id, o.tail_calls) for o in side.tasks} for side in (row, other)]
+    has_same_tasks = places[0] == places[1] or not all(places)
+    return other.tail_calls == row.tail_calls and has_same_tasks
+
+
+def ceiling(row: EvaluationRow, report: EvaluationReport) -> float | None:
+    """Share of a row's tasks without doubt; None where the report declares no doubt."""
+    if not report.doubtful_ids:
+        return None
+    ids = [outcome.task_id for outcome in row.tasks] or report.task_ids
+    return 1.0 - sum(task_id in report.doubtful_ids for task_id in ids) / len(ids)
 
 
 def _student_base(row: EvaluationRow, peers: Sequence[EvaluationRow]) -> EvaluationRow | None:
@@ -71,56 +104,50 @@ def _student_base(row: EvaluationRow, peers: Sequence[EvaluationRow]) -> Evaluat
     return next((students[tag] for tag in tags if tag in students), None)
 
 
-TABLE_HEAD = (
+TABLE_HEAD: Final = (
     "Policy",
     "When",
-    "Version",
     "T",
     "Tasks",
-    "Episodes",
-    "Faults",
-    "Pass rate",
-    "95 % interval",
-    "Null policy",
-    "Difference (95 %)",
-    "Official per turn",
-    "State only",
-    "Reward",
-    "Calls",
-    "Tokens",
+    "Eps.",
+    "Pass",
+    "95 % Wilson",
+    "95 % by task",
+    "Null",
+    "Ceiling",
 )
 
 
 def table_rows(report: EvaluationReport) -> list[tuple[str, ...]]:
-    """Cells of the table as text, in the order of ``TABLE_HEAD``."""
-    return [_cells(line) for line in evaluation_lines(report)]
+    """Pass rates as text, in the order of ``TABLE_HEAD``; more in `eval_tables`."""
+    return [
+        (
+            *row_name(line.row),
+            str(line.row.num_tasks),
+            str(line.row.num_episodes),
+            f"{line.row.pass_rate:.3f}",
+            span(line.row.pass_low, line.row.pass_high),
+            span(line.row.pass_low_by_task, line.row.pass_high_by_task),
+            share(line.null_rate),
+            share(line.ceiling),
+        )
+        for line in evaluation_lines(report)
+    ]
 
 
-def _cells(line: EvaluationLine) -> tuple[str, ...]:
-    row = line.row
-    return (
-        row.policy,
-        row.tag,
-        str(row.policy_version),
-        str(row.tail_calls),
-        str(row.num_tasks),
-        str(row.num_episodes),
-        str(row.num_faults),
-        f"{row.pass_rate:.3f}",
-        f"{row.pass_low:.3f} to {row.pass_high:.3f}",
-        "not measured" if line.null_rate is None else f"{line.null_rate:.3f}",
-        "" if line.difference is None else str(line.difference),
-        _share(row.official_per_turn_rate),
-        _share(row.state_only_rate),
-        f"{row.reward_mean:.3f}",
-        f"{row.calls_per_episode:.2f}",
-        f"{row.tokens_per_episode:.0f}",
-    )
+def row_name(row: EvaluationRow) -> tuple[str, str, str]:
+    """Policy, moment and T: what tells the rows of a report apart."""
+    return row.policy, row.tag, str(row.tail_calls)
 
 
-def _share(rate: float | None) -> str:
-    """Nothing where the environment has no such check."""
-    return "" if rate is None else f"{rate:.3f}"
+def share(rate: float | None) -> str:
+    """A rate, or a dash where it was not measured or does not exist."""
+    return "-" if rate is None else f"{rate:.3f}"
+
+
+def span(low: float | None, high: float | None) -> str:
+    """``0.40 to 0.60``, or a dash."""
+    return "-" if low is None or high is None else f"{low:.2f} to {high:.2f}"
 
 
 def caveats(data: RunData) -> list[str]:
@@ -150,9 +177,11 @@ def caveats(data: RunData) -> list[str]:
         )
     if report is not None and report.rows:
         found.append(
-            "The intervals treat episodes as independent. Episodes of one task are not, so the "
-            "true uncertainty is larger."
+            "The Wilson intervals treat episodes as independent. Episodes of one task are not: the "
+            "intervals by task resample tasks, and differences compare both sides on the same "
+            "resampled tasks. Where all tasks agree these collapse to a point; read Wilson's then."
         )
+        found.extend(_chosen_tasks(report))
         if not any(row.policy == "null" for row in report.rows):
             found.append("The policy that does nothing was not measured: rates lack their floor.")
     label = data.manifest.get("policy_label")
@@ -163,6 +192,26 @@ def caveats(data: RunData) -> list[str]:
     return found
 
 
+def _chosen_tasks(report: EvaluationReport) -> list[str]:
+    """How the tasks were chosen, and what of them is in doubt."""
+    found = []
+    if report.split:
+        how = _SPLITS.get(report.split, report.split)
+        found.append(f"Evaluation tasks: {len(report.task_ids)}, {how}.")
+    if report.doubtful_ids:
+        found.append(
+            f"Of these tasks {len(report.doubtful_ids)} have an answer key in doubt "
+            f"({report.doubtful_source}). They count like the others; the column Ceiling is the "
+            "share of the rest, which a good policy need not exceed."
+        )
+    return found
+
+
+_SPLITS = {
+    "tail": "the last ones of the data (split tail), which are all of one kind",
+    "stratified": "drawn in proportion to the classes (split stratified)",
+    "ids": "listed by id in the recipe",
+}
 _POLICY_LABELS = {
     "strictly": "Strictly on-policy: every batch was sampled by the very weights that it updates.",
     "minibatched": (

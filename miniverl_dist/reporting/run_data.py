@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
 from miniverl_dist.config.problems import explain_in_line
 from miniverl_dist.config.yaml_text import parse_yaml
 from miniverl_dist.errors import ConfigError, RecordError
+from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import (
     CONFIG_RESOLVED,
     EVALUATION,
@@ -21,12 +22,21 @@ from miniverl_dist.observability.run_dir import (
     RunDirectory,
     parse_json_line,
 )
-from miniverl_dist.ports import ScoredTrajectory
+from miniverl_dist.reporting.losses import LossCounts
+from miniverl_dist.reporting.samples import choose_samples, parse_trajectory
+from miniverl_dist.reporting.token_text import TokenTexts, load_token_texts
 from miniverl_dist.schemas.evaluation import EvaluationReport
+from miniverl_dist.schemas.token_analysis import TokenAnalysis
 from miniverl_dist.schemas.trajectory import Trajectory
 
-_CANDIDATES = 12
-"""Newest trajectories that samples are chosen from."""
+__all__ = ["RunData", "load_run_data", "parse_evaluation", "parse_trajectory"]
+
+_FREQUENT_EVENTS: Final = tuple(
+    f'"event":"{event.value}"'.encode() for event in (Event.GROUP_STARTED, Event.GROUP_FINISHED)
+)
+"""Several per step and of no use to a report: such lines are not even parsed."""
+_EVENT_NAME_ENDS: Final = 120
+"""Bytes of a line within which its event's name stands."""
 
 
 @dataclass
@@ -39,8 +49,15 @@ class RunData:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """One record per step, by step; a step that was done again counts once."""
     events: list[dict[str, Any]] = field(default_factory=list)
+    """In their order; those of single groups are left out."""
+    losses: dict[str, Counter[int]] = field(default_factory=dict)
+    """Drops, refusals, faults and alarms: kind -> step -> number."""
     evaluation: EvaluationReport | None = None
     samples: list[Trajectory] = field(default_factory=list)
+    analyses: dict[str, TokenAnalysis] = field(default_factory=dict)
+    """What was made of the tokens of samples, by trajectory id; not every sample has one."""
+    texts: TokenTexts = field(default_factory=lambda: TokenTexts(None))
+    """What the tokens of ``analyses`` spell."""
     notes: list[str] = field(default_factory=list)
     status: str = "unknown"
     """``running``, ``killed``, ``finished``, ``stopped``, ``failed`` or ``evaluation``."""
@@ -62,9 +79,12 @@ def load_run_data(run_dir: Path, *, num_samples: int = 5) -> RunData:
         if isinstance(record.get("step"), int)
     }
     data.metrics = [by_step[step] for step in sorted(by_step)]
-    data.events = list(_salvage(run, RecordFile.EVENTS, data.notes))
+    _read_events(run, data)
     data.evaluation = _read_evaluation(run, data.notes)
-    data.samples = _sample(run, num_samples, data.notes)
+    data.samples, data.analyses = choose_samples(run, num_samples, data.notes)
+    if data.analyses:
+        fingerprint = data.samples[0].tokenizer_fingerprint
+        data.texts = load_token_texts(run.path, data.config, fingerprint, data.notes)
     data.status = str(data.manifest.get("status", "unknown"))
     if data.status in ("created", "running"):
         data.status = "running" if run.is_being_written else "killed"
@@ -113,32 +133,21 @@ def parse_evaluation(raw: bytes, where: str) -> EvaluationReport:
         raise RecordError(f"{where}: {explain_in_line(error, EvaluationReport)}") from None
 
 
-def parse_trajectory(raw: bytes, where: str) -> Trajectory:
-    """One line of a trajectory file, its mask derived from its spans again.
+def _read_events(run: RunDirectory, data: RunData) -> None:
+    losses = LossCounts()
+    for event in _salvage(run, RecordFile.EVENTS, data.notes, _FREQUENT_EVENTS):
+        data.events.append(event)
+        losses.add(event)
+    data.losses = losses.by_kind
 
-    A line is a trajectory, or holds one under ``trajectory`` beside the teacher's score (training)
-    or the policy's name (evaluation).
 
-    Raises:
-        RecordError: naming the place, the field, what was found and expected.
+def _salvage(
+    run: RunDirectory, name: RecordFile, notes: list[str], skipped: tuple[bytes, ...] = ()
+) -> Iterator[dict[str, Any]]:
+    """The readable records of a file; one note tells the first bad line and how many there are.
+
+    Lines with one of ``skipped`` near their start are passed over unread.
     """
-    record = parse_json_line(raw, where)
-    model: type[ScoredTrajectory | Trajectory] = Trajectory
-    if "trajectory" in record and "teacher" in record:
-        model = ScoredTrajectory
-    elif "trajectory" in record:
-        raw = json.dumps(record["trajectory"]).encode()
-    try:
-        parsed = model.model_validate_json(raw, strict=True)
-    except ValidationError as error:
-        raise RecordError(f"{where}: {explain_in_line(error, model)}") from None
-    except RecordError as error:
-        raise RecordError(f"{where}: {error}") from None
-    return parsed.trajectory if isinstance(parsed, ScoredTrajectory) else parsed
-
-
-def _salvage(run: RunDirectory, name: RecordFile, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The readable records of a file; one note tells the first bad line and how many there are."""
     path = run.path / name
     if not path.exists():
         notes.append(f"{name} is missing")
@@ -146,43 +155,15 @@ def _salvage(run: RunDirectory, name: RecordFile, notes: list[str]) -> Iterator[
     bad: list[int] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            start = line[:_EVENT_NAME_ENDS]
+            if any(text in start for text in skipped):
+                continue
             try:
                 yield parse_json_line(line, str(path))
             except RecordError:
                 bad.append(number)
     if bad:
         notes.append(f"{name}: {len(bad)} unreadable line(s) left out, the first is line {bad[0]}")
-
-
-def _sample(run: RunDirectory, num_samples: int, notes: list[str]) -> list[Trajectory]:
-    """A few episodes: the first one, then the newest, passed and failed in turn."""
-    path = run.path / RecordFile.TRAJECTORIES
-    if not path.exists():
-        notes.append(f"{path.name} is missing")
-        return []
-    with path.open("rb") as file:
-        offsets = [0]
-        offsets.extend(offsets[-1] + len(line) for line in file)
-        found = []
-        wanted = sorted({0, *range(len(offsets) - 1)[-_CANDIDATES:]} & set(range(len(offsets) - 1)))
-        for index in wanted:
-            file.seek(offsets[index])
-            line = file.read(offsets[index + 1] - offsets[index])
-            try:
-                found.append(parse_trajectory(line, f"{path.name}, line {index + 1}"))
-            except RecordError as error:
-                notes.append(str(error))
-    return _varied(found, num_samples)
-
-
-def _varied(found: list[Trajectory], count: int) -> list[Trajectory]:
-    first, rest = found[:1], found[1:]
-    passed = [trajectory for trajectory in reversed(rest) if trajectory.passed]
-    failed = [trajectory for trajectory in reversed(rest) if not trajectory.passed]
-    mixed = first
-    while (passed or failed) and len(mixed) < count:
-        mixed.extend(pool.pop(0) for pool in (passed, failed) if pool)
-    return mixed[:count]
 
 
 def _in_run(run: RunDirectory, error: Exception) -> str:

@@ -8,8 +8,10 @@ from typing import Final
 
 from miniverl_dist.observability.environment import without_paths
 from miniverl_dist.observability.metrics import METRICS
-from miniverl_dist.reporting.evaluation import TABLE_HEAD, caveats, table_rows
+from miniverl_dist.reporting.eval_tables import evaluation_tables
+from miniverl_dist.reporting.evaluation import caveats
 from miniverl_dist.reporting.run_data import RunData
+from miniverl_dist.schemas.evaluation import EvaluationReport
 
 _TRAINING_FIELDS: Final = (
     "pass_rate",
@@ -69,7 +71,7 @@ def markdown_summary(runs: Sequence[RunData]) -> str:
         ]
         lines += _section("## Read this first", [f"* {_plain(text)}" for text in caveats(run)])
         if run.evaluation is not None:
-            lines += _section("## Evaluation", _table(TABLE_HEAD, table_rows(run.evaluation)))
+            lines += _section("## Evaluation", _evaluation(run.evaluation))
         lines += _section("## Training", _table(TRAINING_HEAD, training_rows(run)))
         lines += _section("## Totals", _table(("Field", "Sum over all steps"), total_rows(run)))
         lines += _section("## Notable events", _table(EVENT_HEAD, notable_events(run)))
@@ -146,6 +148,14 @@ def notable_events(run: RunData) -> list[tuple[str, ...]]:
     if left_out > 0:
         rows = [(f"{left_out} earlier ones", ""), *rows[left_out:]]
     return rows
+
+
+def _evaluation(report: EvaluationReport) -> list[str]:
+    lines: list[str] = []
+    for table in evaluation_tables(report):
+        lines += [*([""] if lines else []), f"### {table.title}", ""]
+        lines += _table(table.head, table.rows)
+    return lines
 
 
 def _values(run: RunData, name: str) -> list[float]:

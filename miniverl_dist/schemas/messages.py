@@ -25,6 +25,16 @@ class ParseStatus(StrEnum):
     MISSING_NAME = "missing_name"
 
 
+class CallError(StrEnum):
+    """Why a call that could be read failed."""
+
+    UNKNOWN_TOOL = "unknown_tool"
+    ARGUMENTS = "arguments"
+    """Missing or foreign arguments, or values that are refused before the tool runs."""
+    EXECUTION = "execution"
+    """The tool ran and reported a failure."""
+
+
 class ToolCall(FrozenModel):
     """One call: the function's name and its keyword arguments (JSON values)."""
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from miniverl_dist.errors import MaskMismatchError, RecordError
-from miniverl_dist.schemas.messages import FrozenModel, Message, ParsedCall
+from miniverl_dist.schemas.messages import CallError, FrozenModel, Message, ParsedCall
 from miniverl_dist.schemas.routing import RoutedExperts
 
 
@@ -140,6 +140,9 @@ class Trajectory(FrozenModel):
     """Calls that the policy attempted in this episode, in order."""
     exec_successes: tuple[bool, ...]
     """One per attempted call."""
+    call_errors: tuple[CallError | None, ...] = ()
+    """One per attempted call, None where it worked or could not be read; empty in records of
+    earlier versions."""
     reward: float
     reward_parts: dict[str, float]
     passed: bool
@@ -178,6 +181,11 @@ class Trajectory(FrozenModel):
         if len(self.exec_successes) != len(self.tool_calls):
             raise RecordError(
                 f"trajectory {self.trajectory_id}: {len(self.exec_successes)} exec_successes "
+                f"for {len(self.tool_calls)} tool_calls"
+            )
+        if self.call_errors and len(self.call_errors) != len(self.tool_calls):
+            raise RecordError(
+                f"trajectory {self.trajectory_id}: {len(self.call_errors)} call_errors "
                 f"for {len(self.tool_calls)} tool_calls"
             )
         return self

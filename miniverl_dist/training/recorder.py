@@ -33,10 +33,14 @@ class Recorder:
         self.counters: Counter[str] = Counter()
         self.sinks: list[Callable[[dict[str, float | int]], None]] = []
         """Told every step's record, besides the run directory (a metrics server)."""
+        self.listeners: list[Callable[[Event, dict[str, Any]], None]] = []
+        """Told every event, once it is written."""
 
     def event(self, event: Event, **fields: Any) -> None:  # noqa: ANN401 - any JSON value
         """Write an event line."""
         self._events.emit(event, **fields)
+        for listener in self.listeners:
+            listener(event, fields)
 
     def count(self, name: str, by: int = 1) -> None:
         """Raise a counter that lives in RunState."""
@@ -104,12 +108,12 @@ class Recorder:
             line = TokenAnalysisLine(step=step, **dict(one))
             self.run.append(RecordFile.TOKEN_ANALYSIS, line)
 
-    def evaluation_trajectory(self, tag: str, policy: str, trajectory: Trajectory) -> None:
-        """Write one evaluation episode."""
-        self.run.append(
-            RecordFile.EVAL_TRAJECTORIES,
-            {"tag": tag, "policy": policy, "trajectory": trajectory.model_dump(mode="json")},
-        )
+    def evaluation_trajectory(
+        self, tag: str, policy: str, trajectory: Trajectory, job: str | None = None
+    ) -> None:
+        """Write one evaluation episode; ``job`` names what it belongs to when that is resumed."""
+        told = {"tag": tag, "policy": policy, "trajectory": trajectory.model_dump(mode="json")}
+        self.run.append(RecordFile.EVAL_TRAJECTORIES, told | ({} if job is None else {"job": job}))
 
     def positions(self) -> dict[str, int]:
         """Bytes of the committed records so far."""

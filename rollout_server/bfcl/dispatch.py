@@ -11,7 +11,7 @@ import difflib
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from typing import Any
 
 from miniverl_dist.environments.arguments import size_problem
 from miniverl_dist.errors import EnvironmentFaultError
-from miniverl_dist.schemas.messages import ParsedCall, ParseStatus, ToolCall, ToolSchema
+from miniverl_dist.schemas.messages import CallError, ParsedCall, ParseStatus, ToolCall, ToolSchema
 from rollout_server.bfcl import package
 from rollout_server.bfcl.limits import cost_problem
 from rollout_server.bfcl.tasks import BfclTask
@@ -37,6 +37,8 @@ class CallResult:
 
     text: str
     is_error: bool
+    error: CallError | None = None
+    """None without an error, and for a call that could not be read."""
 
 
 @contextmanager
@@ -60,16 +62,28 @@ class ToolHost:
         task: the task whose start state the instances load.
         tools: documented functions that may be called; nothing else can be.
         call_deadline_s: CPU seconds after which a call counts as a fault of the harness.
+        classes: the task's classes by name; None makes them with ``tool_classes``. Hosts whose
+            states are compared need the same ones.
     """
 
     def __init__(
-        self, task: BfclTask, tools: Sequence[ToolSchema], *, call_deadline_s: float
+        self,
+        task: BfclTask,
+        tools: Sequence[ToolSchema],
+        *,
+        call_deadline_s: float,
+        classes: Mapping[str, type[Any]] | None = None,
     ) -> None:
         self._task_id = task.task_id
         self._call_deadline_s = call_deadline_s
         with faults(f"{task.task_id}, building the start state"):
-            self.instances = {name: _build(name, task) for name in task.classes}
+            found = tool_classes(task) if classes is None else classes
+            self.instances = {name: _build(found[name], task) for name in task.classes}
         self._methods = self._documented_methods(tools)
+
+    def allow(self, tools: Sequence[ToolSchema]) -> None:
+        """Let these functions be called from now on."""
+        self._methods |= self._documented_methods(tools)
 
     def _documented_methods(
         self, tools: Sequence[ToolSchema]
@@ -100,13 +114,13 @@ class ToolHost:
                 arguments should have made impossible.
         """
         if call.name not in self._methods:
-            return _refusal(self._unknown(call.name))
+            return _refusal(self._unknown(call.name), CallError.UNKNOWN_TOOL)
         owner, method = self._methods[call.name]
         problem = size_problem(call.arguments) or _binding_problem(method, call)
         if problem is None:
             problem = cost_problem(owner, call.name, call.arguments)
         if problem is not None:
-            return _refusal(f"{call.name}: {problem}")
+            return _refusal(f"{call.name}: {problem}", CallError.ARGUMENTS)
         started = time.thread_time()
         result = _invoke(method, call)
         seconds = time.thread_time() - started
@@ -123,11 +137,23 @@ class ToolHost:
         return f"Unknown function {name[:100]!r}{hint}"
 
 
-def _build(class_name: str, task: BfclTask) -> Any:  # noqa: ANN401 -- a tool class of the package
-    instance = package.tool_class(class_name)()
+def tool_classes(task: BfclTask) -> Mapping[str, type[Any]]:
+    """The task's classes by name; those of a long context belong to the caller alone."""
+    if task.is_long_context:
+        return package.private_tool_classes(task.classes)
+    return {name: package.tool_class(name) for name in task.classes}
+
+
+def _build(tool_class: type[Any], task: BfclTask) -> Any:  # noqa: ANN401 -- a tool class of the package
+    instance = tool_class()
+    class_name = tool_class.__name__
     if not package.is_stateless(class_name):
         scenario = deepcopy(task.initial_config.get(class_name, {}))
-        instance._load_scenario(scenario, long_context=False)
+        instance._load_scenario(scenario, long_context=task.is_long_context)
+    if task.is_long_context:
+        # TravelAPI takes cards and bookings from its module as they are; the expert's host shares
+        # that module, and would see what the model's changes. As one copy: parts name each other.
+        vars(instance).update(deepcopy(vars(instance)))
     return instance
 
 
@@ -174,9 +200,12 @@ def _invoke_unguarded(method: Callable[..., Any], call: ToolCall) -> CallResult:
         # square_root sets the precision of the thread's decimal context for good.
         with localcontext():
             result = method(**_arguments(method, call))
-            return CallResult(text=_written(result), is_error=_is_error(result))
+            is_error = _is_error(result)
+            kind = CallError.EXECUTION if is_error else None
+            return CallResult(text=_written(result), is_error=is_error, error=kind)
     except Exception as error:  # noqa: BLE001 -- the tools raise anything, and the model reads it
-        return CallResult(text=f"Error during execution: {error}", is_error=True)
+        text = f"Error during execution: {error}"
+        return CallResult(text=text, is_error=True, error=CallError.EXECUTION)
 
 
 def _written(result: object) -> str:
@@ -204,5 +233,5 @@ def _is_error(result: object) -> bool:
     return isinstance(result, dict) and "error" in result
 
 
-def _refusal(text: str) -> CallResult:
-    return CallResult(text=json.dumps({"error": text}), is_error=True)
+def _refusal(text: str, kind: CallError | None = None) -> CallResult:
+    return CallResult(text=json.dumps({"error": text}), is_error=True, error=kind)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,8 @@ DOC_FILES = {
 
 _CHECKER = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
 _BACKENDS = "bfcl_eval.constants.executable_backend_config"
+_PROMPTS = "bfcl_eval.constants.default_prompts"
+_LONG_CONTEXT = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code.long_context"
 
 
 def _missing(what: str) -> MissingDependencyError:
@@ -77,10 +79,47 @@ def version() -> str:
 @cache
 def tool_class(class_name: str) -> type[Any]:
     """The class that plays a tool family, one of ``DOC_FILES``."""
-    backends = _import(_BACKENDS)
-    module = _import(backends.CLASS_FILE_PATH_MAPPING[class_name])
-    found: type[Any] = getattr(module, class_name)
+    found: type[Any] = getattr(_import(_module_of(class_name)), class_name)
     return found
+
+
+def _module_of(class_name: str) -> str:
+    name: str = _import(_BACKENDS).CLASS_FILE_PATH_MAPPING[class_name]
+    return name
+
+
+def private_tool_classes(class_names: Iterable[str]) -> dict[str, type[Any]]:
+    """The classes from modules of their own, which nobody else sees.
+
+    With long contexts the classes keep and change values of their module and of the one with the
+    long data (``TravelAPI`` takes the cards, ``VehicleControlAPI`` writes into the weather). So
+    both are run anew: what an episode changes there ends with it.
+    """
+    data = _fresh_module(_LONG_CONTEXT)
+    shared = {name for name in vars(data) if not name.startswith("__")}
+    classes: dict[str, type[Any]] = {}
+    for class_name in class_names:
+        module = _fresh_module(_module_of(class_name))
+        for name in shared & vars(module).keys():
+            setattr(module, name, getattr(data, name))
+        classes[class_name] = getattr(module, class_name)
+    return classes
+
+
+def _fresh_module(name: str) -> ModuleType:
+    """A second copy of a module, known to nobody: not in ``sys.modules``."""
+    spec = _import(name).__spec__
+    if spec is None or spec.loader is None:
+        raise _missing(f"the source of the module {name}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def added_functions_text() -> str:
+    """What the user says in the turn of ``multi_turn_miss_func`` that brings functions."""
+    text: str = _import(_PROMPTS).DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC
+    return text
 
 
 @contextmanager

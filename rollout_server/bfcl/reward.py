@@ -139,6 +139,15 @@ def partial_credit(
     return credit
 
 
+def same_call(found: CallLike, wanted: CallLike) -> bool:
+    """Whether two calls have the same name and the same arguments after normalisation."""
+    pair = [_read(call) for call in (found, wanted)]
+    if pair[0] is None or pair[1] is None:
+        return False
+    (name, arguments), (wanted_name, wanted_arguments) = pair[0], pair[1]
+    return name == wanted_name and normalized(arguments) == normalized(wanted_arguments)
+
+
 def _read(call: CallLike) -> tuple[str, dict[str, Any]] | None:
     """Name and arguments, or None for a call that cannot be read."""
     if isinstance(call, ToolCall):

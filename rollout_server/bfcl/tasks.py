@@ -1,8 +1,8 @@
-"""The tasks of BFCL V3 ``multi_turn_base``, read from the data files of the installed package.
+"""The tasks of BFCL V3 multi-turn, read from the data files of the installed package.
 
-Each of the 200 tasks has user turns, a start state per tool class, and the expert's calls per
-turn. The expert's calls are Python text in the data; here they become keyword calls by reading
-their syntax tree, so that no text is ever run.
+Each of a category's 200 tasks has user turns, a start state per tool class, and the expert's
+calls per turn. The expert's calls are Python text in the data; here they become keyword calls by
+reading their syntax tree, so that no text is ever run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
+from miniverl_dist.config.recipe import BfclCategory
 from miniverl_dist.environments.base import TaskInfo
 from miniverl_dist.errors import RecordError, TaskNotFoundError
 from miniverl_dist.schemas.messages import FrozenModel, ToolCall, ToolSchema
 from rollout_server.bfcl import package
 from rollout_server.bfcl.schemas import to_tool_schema
-
-CATEGORY = "multi_turn_base"
-_ROWS = f"BFCL_v4_{CATEGORY}.json"
 
 
 class BfclTask(FrozenModel):
@@ -37,10 +37,15 @@ class BfclTask(FrozenModel):
     initial_config: dict[str, Any]
     """Start state by class name; copied for every episode, never changed."""
     classes: tuple[str, ...]
+    category: BfclCategory = "base"
     excluded: tuple[str, ...] = ()
     """Functions of these classes that the task withholds."""
+    brought: dict[int, tuple[str, ...]] = Field(default_factory=dict)
+    """Functions that the user turn with this index brings (``miss_func``); hidden before it."""
     expert_turns: tuple[tuple[ToolCall, ...], ...]
-    """The expert's calls of each turn; a turn may be empty (tasks 167 and 180)."""
+    """The expert's calls of each turn. A turn may be empty: in each task of ``miss_func`` and
+    ``miss_param`` the one in which a function or a value is missing, in all categories some turns
+    of tasks 167 and 180."""
 
     @property
     def expert_calls(self) -> tuple[ToolCall, ...]:
@@ -62,13 +67,53 @@ class BfclTask(FrozenModel):
         return len(self.expert_turns) - 1
 
     @property
+    def is_long_context(self) -> bool:
+        """Whether the start state and the responses are padded with long data."""
+        return self.category == "long_context"
+
+    @property
+    def plays_empty_turns(self) -> bool:
+        """Whether turns without an expert call are what the task is about."""
+        return self.category in ("miss_func", "miss_param")
+
+    def first_turn(self, prefix_calls: int) -> int:
+        """Turn in which the model takes over after K = ``prefix_calls`` calls.
+
+        That is the turn in which the next call is due, or, where empty turns are the point, the
+        first of the empty turns right before it.
+        """
+        turn = self.turn_of_call(prefix_calls)
+        starts_turn = prefix_calls == sum(len(calls) for calls in self.expert_turns[:turn])
+        if self.plays_empty_turns and starts_turn:
+            while turn and not self.expert_turns[turn - 1]:
+                turn -= 1
+        return turn
+
+    def refused_before(self, turn: int) -> set[str]:
+        """Functions that cannot be called until ``turn`` has passed.
+
+        Hidden ones, but for those that the expert itself calls before the turn that brings them
+        (``tail`` in ``multi_turn_miss_func_49``): refusing them would make the task impossible.
+        """
+        refused: set[str] = set()
+        for brought_in, names in self.brought.items():
+            if brought_in > turn:
+                earlier = {c.name for calls in self.expert_turns[:brought_in] for c in calls}
+                refused |= set(names) - earlier
+        return refused
+
+    @property
     def info(self) -> TaskInfo:
         """What curriculum and splits need."""
+        num_empty = sum(not calls for calls in self.expert_turns)
         return TaskInfo(
             task_id=self.task_id,
             num_calls=self.num_calls,
             num_turns=len(self.turns),
             classes=tuple(sorted(self.classes)),
+            category=self.category,
+            family=self.task_id.replace(f"multi_turn_{self.category}", "multi_turn_base"),
+            extra_turns=num_empty if self.plays_empty_turns else 0,
         )
 
 
@@ -92,13 +137,13 @@ class BfclData:
         if found is None:
             close = ", ".join(difflib.get_close_matches(task_id, self.tasks, n=3)) or "none"
             raise TaskNotFoundError(
-                f"BFCL {CATEGORY} has no task {task_id!r} among its {len(self.tasks)}; "
-                f"close ids: {close}"
+                f"BFCL {self.provenance['category']} has no task {task_id!r} among its "
+                f"{len(self.tasks)}; close ids: {close}"
             )
         return found
 
     def tools(self, task: BfclTask) -> tuple[ToolSchema, ...]:
-        """Functions the model may call in ``task``."""
+        """Functions that the model may call in ``task``, hidden ones included."""
         return tuple(
             schema
             for class_name in task.classes
@@ -108,11 +153,14 @@ class BfclData:
 
 
 @cache
-def load_data(data_dir: Path | None = None) -> BfclData:
+def load_data(
+    data_dir: Path | None = None, categories: tuple[BfclCategory, ...] = ("base",)
+) -> BfclData:
     """Read tasks, expert calls and function documents.
 
     Args:
         data_dir: the package's data folder; None finds the installed one.
+        categories: of multi-turn tasks, in the order in which the tasks come.
 
     Raises:
         MissingDependencyError: bfcl-eval is not installed.
@@ -126,21 +174,35 @@ def load_data(data_dir: Path | None = None) -> BfclData:
         )
         for class_name, file_name in package.DOC_FILES.items()
     }
-    answers = {
-        row["id"]: row["ground_truth"] for row in _json_lines(folder / "possible_answer" / _ROWS)
-    }
-    tasks = {}
-    for row in _json_lines(folder / _ROWS):
-        task = _read_task(row, answers, schemas)
-        tasks[task.task_id] = task
+    tasks: dict[str, BfclTask] = {}
+    for category in categories:
+        tasks |= _read_category(folder, category, schemas)
     provenance = {
         "package": package.DISTRIBUTION,
         "version": package.version(),
-        "category": CATEGORY,
+        "category": ",".join(f"multi_turn_{category}" for category in categories),
         "num_tasks": str(len(tasks)),
-        "data_sha256": _digest(folder),
+        "data_sha256": _digest(folder, categories),
     }
     return BfclData(tasks=tasks, schemas=schemas, provenance=provenance)
+
+
+def _rows_file(category: BfclCategory) -> str:
+    return f"BFCL_v4_multi_turn_{category}.json"
+
+
+def _read_category(
+    folder: Path, category: BfclCategory, schemas: Mapping[str, tuple[ToolSchema, ...]]
+) -> dict[str, BfclTask]:
+    rows = _rows_file(category)
+    answers = {
+        row["id"]: row["ground_truth"] for row in _json_lines(folder / "possible_answer" / rows)
+    }
+    tasks = {}
+    for row in _json_lines(folder / rows):
+        task = _read_task(row, category, answers, schemas)
+        tasks[task.task_id] = task
+    return tasks
 
 
 def parse_expert_call(text: str, classes: Sequence[str]) -> ToolCall:
@@ -185,17 +247,25 @@ def _parameter_names(name: str, classes: Sequence[str]) -> list[str]:
 
 def _read_task(
     row: Mapping[str, Any],
+    category: BfclCategory,
     answers: Mapping[str, Any],
     schemas: Mapping[str, tuple[ToolSchema, ...]],
 ) -> BfclTask:
     try:
         classes = tuple(row["involved_classes"])
+        missed = row.get("missed_function", {})
+        brought = {int(turn): tuple(names) for turn, names in missed.items()}
         task = BfclTask(
             task_id=row["id"],
-            turns=tuple(_user_text(turn) for turn in row["question"]),
+            category=category,
+            turns=tuple(
+                package.added_functions_text() if turn in brought and not said else _user_text(said)
+                for turn, said in enumerate(row["question"])
+            ),
             initial_config=row["initial_config"],
             classes=classes,
             excluded=tuple(row.get("excluded_function", ())),
+            brought=brought,
             expert_turns=tuple(
                 tuple(parse_expert_call(text, classes) for text in turn)
                 for turn in answers[row["id"]]
@@ -209,10 +279,11 @@ def _read_task(
             f"BFCL task {task.task_id}: {len(task.turns)} user turns, "
             f"{len(task.expert_turns)} turns of expert calls"
         )
-    strange = {call.name for call in task.expert_calls} - known.difference(task.excluded)
+    named = {call.name for call in task.expert_calls}.union(*brought.values())
+    strange = named - known.difference(task.excluded)
     if strange:
         raise RecordError(
-            f"BFCL task {task.task_id}: expert calls of undocumented functions {sorted(strange)}"
+            f"BFCL task {task.task_id}: calls or adds undocumented functions {sorted(strange)}"
         )
     return task
 
@@ -238,9 +309,10 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise RecordError(f"{path.name}, line {number}: not JSON ({error})") from error
 
 
-def _digest(folder: Path) -> str:
+def _digest(folder: Path, categories: Sequence[BfclCategory]) -> str:
     """SHA-256 over names and SHA-256 of every file that is read."""
-    paths = [folder / _ROWS, folder / "possible_answer" / _ROWS]
+    rows = [_rows_file(category) for category in categories]
+    paths = [path for name in rows for path in (folder / name, folder / "possible_answer" / name)]
     paths += [folder / "multi_turn_func_doc" / name for name in package.DOC_FILES.values()]
     lines = [
         f"{path.relative_to(folder).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n"

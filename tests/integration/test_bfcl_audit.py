@@ -28,6 +28,7 @@ PERFECT = {
     "response_only": True,
     "official_per_turn": True,
     "reason": None,
+    "first_call_match": True,
 }
 UNTRUE_TO_ITS_SCHEMA = "multi_turn_base_173"
 """Its expert calls ``close_ticket(ticket_id='ticket_001')``, declared an integer."""

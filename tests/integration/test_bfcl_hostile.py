@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from miniverl_dist.config.recipe import BfclCategory
 from miniverl_dist.environments.players import as_parsed
 from miniverl_dist.schemas.messages import ToolCall
 from rollout_server.bfcl import package
@@ -103,8 +104,9 @@ def timed(host: ToolHost, name: str, arguments: dict[str, Any]) -> tuple[CallRes
         gc.enable()
 
 
-def test_every_method_is_quick_on_every_hostile_value() -> None:
-    task, data = all_classes(), load_data()
+@pytest.mark.parametrize("category", ["base", pytest.param("long_context", marks=pytest.mark.slow)])
+def test_every_method_is_quick_on_every_hostile_value(category: BfclCategory) -> None:
+    task, data = all_classes().model_copy(update={"category": category}), load_data()
     tools = data.tools(task)
     assert len(tools) == 128
     slow = []

@@ -6,15 +6,20 @@ is what we want to compare with. Every episode gets a model name of its own.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 
+from miniverl_dist.config.recipe import BfclCategory
 from miniverl_dist.environments.players import as_parsed
 from miniverl_dist.schemas.messages import ToolCall
-from rollout_server.bfcl.environment import BfclEnvironment
+from rollout_server.bfcl.environment import BfclEnvironment, BfclOptions
 from rollout_server.bfcl.tasks import BfclTask
 
 pytestmark = [
@@ -28,9 +33,26 @@ Turns = list[list[ToolCall]]
 _EPISODES = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def env() -> BfclEnvironment:
-    return BfclEnvironment()
+CATEGORIES: tuple[BfclCategory, ...] = ("base", "long_context", "miss_func", "miss_param")
+
+
+@pytest.fixture(scope="module", params=CATEGORIES)
+def env(request: pytest.FixtureRequest) -> BfclEnvironment:
+    return BfclEnvironment(BfclOptions(categories=(request.param,)))
+
+
+@contextmanager
+def long_data_restored() -> Iterator[None]:
+    """bfcl-eval's own instances write into data that all later episodes share; put it back."""
+    source = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code.long_context"
+    data = {n: v for n, v in vars(importlib.import_module(source)).items() if isinstance(v, dict)}
+    before = {name: deepcopy(value) for name, value in data.items() if name.isupper()}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            data[name].clear()
+            data[name].update(value)
 
 
 def as_text(call: ToolCall) -> str:
@@ -43,17 +65,18 @@ def upstream_verdict(task: BfclTask, turns: Turns) -> bool:
 
     name = f"episode{next(_EPISODES)}"
     try:
-        result = multi_turn_checker(
-            [[[as_text(call)] for call in calls] for calls in turns],
-            [[as_text(call) for call in calls] for calls in task.expert_turns],
-            {
-                "id": task.task_id,
-                "initial_config": task.initial_config,
-                "involved_classes": list(task.classes),
-            },
-            "multi_turn_base",
-            name,
-        )
+        with long_data_restored():
+            result = multi_turn_checker(
+                [[[as_text(call)] for call in calls] for calls in turns],
+                [[as_text(call) for call in calls] for calls in task.expert_turns],
+                {
+                    "id": task.task_id,
+                    "initial_config": task.initial_config,
+                    "involved_classes": list(task.classes),
+                },
+                f"multi_turn_{task.category}",
+                name,
+            )
     finally:
         for key in [key for key in vars(multi_turn_utils) if key.startswith(name)]:
             del vars(multi_turn_utils)[key]
@@ -63,7 +86,7 @@ def upstream_verdict(task: BfclTask, turns: Turns) -> bool:
 def our_verdict(env: BfclEnvironment, task: BfclTask, prefix_calls: int, turns: Turns) -> bool:
     """Play ``turns`` whose first ``prefix_calls`` calls are the expert's."""
     session = env.start(task.task_id, prefix_calls=prefix_calls)
-    first_turn = task.turn_of_call(prefix_calls)
+    first_turn = task.first_turn(prefix_calls)
     own = turns[first_turn:]
     own[0] = own[0][prefix_calls - sum(len(calls) for calls in turns[:first_turn]) :]
     for number, calls in enumerate(own):
@@ -118,10 +141,10 @@ def test_disturbed_episodes_agree_at_random_horizons(env: BfclEnvironment) -> No
     rng = random.Random(7)
     found: list[bool] = []
     for task in env.data.tasks.values():
-        for _ in range(5):
+        for _ in range(5 if task.category == "base" else 2):
             prefix_calls = rng.randrange(task.num_calls)
             turns = disturbed(rng, task, prefix_calls)
             ours = our_verdict(env, task, prefix_calls, turns)
             found.append(ours)
             assert ours == upstream_verdict(task, turns), (task.task_id, prefix_calls, turns)
-    assert 200 < sum(found) < 800  # both verdicts occur often
+    assert 0.2 < sum(found) / len(found) < 0.8  # both verdicts occur often

@@ -96,6 +96,7 @@ ONE_PER_SECTION = (
     "runtime=single_actor",
     "cluster.max_restarts=9",
     "publish.transport=disk",
+    "tracking=[{kind: tensorboard}]",
 )
 
 

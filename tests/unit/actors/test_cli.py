@@ -195,7 +195,13 @@ class TestCommands:
 
     def test_inspect_a_run(self, run: Path) -> None:
         _, out, _ = call("inspect", run)
-        for text in ("finished, 3 steps", "step-000003", "step 3  pass 0.60", "vs warm", "alarm"):
+        for text in (
+            "finished, 3 steps",
+            "step-000003",
+            "step 3  pass 0.60",
+            "episodes independent",
+            "alarm",
+        ):
             assert text in out
         data = json.loads(call("inspect", run, "--json")[1])
         assert data["checkpoints"][0]["step"] == 3

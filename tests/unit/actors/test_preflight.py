@@ -99,9 +99,9 @@ class TestTeacherFiles:
 
 
 def test_a_teacher_that_only_scores_is_not_evaluated(tmp_path: Path) -> None:
-    http = ["teacher.model=null", "teacher.fit=null", "teacher.url=http://127.0.0.1:9"]
-    config = load_config(ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml", http)
-    with pytest.raises(ConfigError, match="policy teacher: a teacher behind `url` is asked for"):
+    scorer = ["teacher.model={kind: hf, path: nowhere}", "teacher.fit=null"]
+    config = load_config(ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml", scorer)
+    with pytest.raises(ConfigError, match="policy teacher: an hf teacher is asked for scores"):
         launch.evaluate(
             config,
             policies=("null", "teacher"),

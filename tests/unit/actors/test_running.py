@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from actors.eval_jobs import EvaluationRequest
 from actors.running import Running, update_manifest
 from actors.single import Parts, SingleActor
 from miniverl_dist.config.load import LoadedConfig, load_config
@@ -54,7 +55,7 @@ class WorldActor(SingleActor):
         self._world.recorder = recorder
         self.side: Any = SimpleNamespace(environment=SimpleNamespace(provenance=lambda: PROVENANCE))
 
-    async def prepare(self, *, with_teacher: bool = True) -> None:
+    async def prepare(self, *, with_teacher: bool = True, with_student: bool = True) -> None:
         self._scene.log.append(f"prepare with_teacher={with_teacher}")
         await self._scene.reach("prepare")
 
@@ -265,7 +266,7 @@ class TestEvaluate:
         scene.run.close()
         again = Scene(tmp_path)
         report = await again.running.evaluate(
-            ("null", "student"), checkpoint=again.world.checkpoint(3), tail_calls=2, tag="late"
+            EvaluationRequest(("null", "student"), "late", again.world.checkpoint(3), tail_calls=2)
         )
         assert [(row.policy, row.tag, row.policy_version) for row in report.rows] == [
             ("null", "late-T2", 3),
@@ -282,9 +283,7 @@ class TestEvaluate:
     async def test_without_a_checkpoint_the_student_is_measured_as_it_begins(
         self, scene: Scene
     ) -> None:
-        report = await scene.running.evaluate(
-            ("student",), checkpoint=None, tail_calls=None, tag="initial"
-        )
+        report = await scene.running.evaluate(EvaluationRequest(("student",), "initial"))
         assert [(row.tag, row.policy_version) for row in report.rows] == [("initial", 0)]
         assert (scene.world.weights.versions, scene.world.students.digest) == ([0], "start")
 
@@ -295,9 +294,7 @@ class TestEvaluate:
         scene.at = {"prepare": stop}
         for policies in (("teacher", "null"), ("null",)):
             with pytest.raises(ResumeError):
-                await scene.running.evaluate(
-                    policies, checkpoint=None, tail_calls=None, tag="initial"
-                )
+                await scene.running.evaluate(EvaluationRequest(policies, "initial"))
         assert scene.log == ["prepare with_teacher=True", "prepare with_teacher=False"]
 
     async def test_a_checkpoint_that_is_none_is_refused_before_anything_is_published(
@@ -305,7 +302,5 @@ class TestEvaluate:
     ) -> None:
         (tmp_path / "empty").mkdir()
         with pytest.raises(CheckpointError, match="never completed"):
-            await scene.running.evaluate(
-                ("student",), checkpoint=tmp_path / "empty", tail_calls=None, tag="x"
-            )
+            await scene.running.evaluate(EvaluationRequest(("student",), "x", tmp_path / "empty"))
         assert scene.world.weights.versions == []

@@ -21,6 +21,7 @@ PACKAGES = ("miniverl_dist", "rollout_server", "teacher_server", "actors")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_UNDOCUMENTED_LINES = 450, 60, 8
 CATCH_EVERYTHING = {
     "miniverl_dist/generate_api/app.py": "a defect of a handler ends one request, not the server",
+    "miniverl_dist/observability/tracking/follower.py": "trackers raise anything, a run goes on",
     "rollout_server/bfcl/dispatch.py": "the tools of bfcl-eval raise anything, and the model reads",
     "teacher_server/batching.py": "what a scorer raises in its thread is told to whoever asked",
 }

@@ -12,9 +12,9 @@ from typing import Any, Self
 import pytest
 
 from miniverl_dist.errors import EnvironmentFaultError
-from miniverl_dist.schemas.messages import ParsedCall, ParseStatus, ToolCall
+from miniverl_dist.schemas.messages import CallError, ParsedCall, ParseStatus, ToolCall
 from rollout_server.bfcl import package
-from rollout_server.bfcl.dispatch import CallResult, ToolHost, faults
+from rollout_server.bfcl.dispatch import CallResult, ToolHost, faults, tool_classes
 from rollout_server.bfcl.tasks import BfclTask, load_data
 
 pytestmark = [
@@ -59,6 +59,24 @@ def run(host: ToolHost, name: str, /, **arguments: object) -> CallResult:
     return host.call(ToolCall(name=name, arguments=arguments))
 
 
+def test_allowed_functions_can_be_called_from_then_on() -> None:
+    task = make_task("GorillaFileSystem", GorillaFileSystem=FILES)
+    tools = load_data().tools(task)
+    host = ToolHost(task, [t for t in tools if t.name != "ls"], call_deadline_s=5.0)
+    assert "Unknown function 'ls'" in run(host, "ls").text
+    host.allow([t for t in tools if t.name == "ls"])
+    assert not run(host, "ls").is_error
+
+
+def test_only_long_contexts_have_classes_of_their_own() -> None:
+    task = make_task("TravelAPI", "GorillaFileSystem")
+    assert tool_classes(task)["TravelAPI"] is package.tool_class("TravelAPI")
+    long = task.model_copy(update={"category": "long_context"})
+    first, second = tool_classes(long), tool_classes(long)
+    assert set(first) == {"TravelAPI", "GorillaFileSystem"}
+    assert len({first["TravelAPI"], second["TravelAPI"], package.tool_class("TravelAPI")}) == 3
+
+
 class TestCalls:
     def test_result_is_written_as_the_checkers_compare_it(self) -> None:
         host = make_host()
@@ -88,7 +106,25 @@ class TestCalls:
 
     def test_a_raised_error_is_written_as_the_package_s_executor_writes_it(self) -> None:
         result = run(make_host(), "lockDoors", unlock=True, door=["boot"])
-        assert result == CallResult(text="Error during execution: 'boot'", is_error=True)
+        assert result == CallResult(
+            text="Error during execution: 'boot'", is_error=True, error=CallError.EXECUTION
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "arguments", "kind"),
+        [
+            ("sortt", {}, CallError.UNKNOWN_TOOL),
+            ("sort", {}, CallError.ARGUMENTS),
+            ("sort", {"file_name": "a.txt", "by": 1}, CallError.ARGUMENTS),
+            ("sort", {"file_name": "no such file"}, CallError.EXECUTION),
+        ],
+    )
+    def test_an_error_says_of_what_kind_it_is(
+        self, name: str, arguments: dict[str, Any], kind: CallError
+    ) -> None:
+        assert run(make_host(), name, **arguments).error is kind
+        unreadable = ParsedCall(status=ParseStatus.MALFORMED, raw="x")
+        assert make_host().run(unreadable).error is None
 
     def test_unknown_function_names_similar_ones(self) -> None:
         result = run(make_host(), "sortt", file_name="a.txt")

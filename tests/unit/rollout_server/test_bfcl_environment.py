@@ -244,6 +244,66 @@ class TestTurns:
         assert session.next_user_turn() is None
 
 
+class TestFunctionsThatComeLater:
+    """Task 0 of ``miss_func``: its fourth user turn brings ``sort``, the third has no call."""
+
+    task = "multi_turn_miss_func_0"
+
+    def start(self, prefix_calls: int, prompt: str = "full") -> BfclSession:
+        options = BfclOptions.model_validate({"categories": ("miss_func",), "prompt": prompt})
+        return BfclEnvironment(options).start(self.task, prefix_calls=prefix_calls)
+
+    def test_unknown_until_its_turn_then_shown_and_callable(self) -> None:
+        session = self.start(5)
+        sort = as_parsed([ToolCall(name="sort", arguments={"file_name": "final_report.pdf"})])
+        schemas = session.call_schemas()
+        assert "sort" not in schemas
+        (early,) = session.step(sort)
+        assert "Unknown function 'sort'" in early.content
+        message = session.next_user_turn()
+        assert message is not None
+        first, shown, last, said = message.content.split("\n")
+        assert (first, last) == ("<tools>", "</tools>")
+        function = json.loads(shown)["function"]
+        assert function["name"] == "sort"
+        assert function["parameters"]["required"] == ["file_name"]
+        assert said.startswith("I have updated some more functions")
+        assert "sort" in schemas
+        (late,) = session.step(sort)
+        assert not late.is_error
+
+    @pytest.mark.parametrize(
+        ("prompt", "shown"), [("full", '"name": "sort"'), ("names", "Tools: sort\n")]
+    )
+    def test_behind_its_turn_the_history_or_the_first_turn_shows_it(
+        self, prompt: str, shown: str
+    ) -> None:
+        for prefix_calls in (6, 7, 8):
+            session = self.start(prefix_calls, prompt)
+            told = [m.content for m in session.opening() if m.role == "user"]
+            assert sum(shown in text for text in told) == 1, prefix_calls
+            assert "sort" not in {tool.name for tool in session.tools()}
+            assert "sort" in session.call_schemas()
+
+    def test_compact_shows_the_words_alone(self) -> None:
+        session = self.start(5, "compact")
+        message = session.next_user_turn()
+        assert message is not None
+        assert message.content.startswith("I have updated")
+
+    def test_the_opening_answers_a_turn_in_which_nothing_can_be_done(self) -> None:
+        assert roles(self.start(5).opening()) == "uatatat" + "uatat" + "u"
+        assert roles(self.start(6).opening()) == "uatatat" + "uatat" + "ua" + "uat" + "u"
+
+    def test_abstained_says_whether_nothing_was_called_there(self) -> None:
+        session = self.start(5)
+        assert play_expert(session).verdict["abstained"] is True
+        session = self.start(5)
+        session.step(as_parsed([ToolCall(name="ls", arguments={})]))
+        assert play_expert(session).verdict["abstained"] is False
+        assert play_expert(self.start(6)).verdict["abstained"] is None
+
+
 class TestOutcome:
     def test_a_perfect_tail_earns_one_at_any_horizon(self, env: BfclEnvironment) -> None:
         # T = 1, 4 and all 10: the divisor is N - K, never a horizon beyond the task's calls.
@@ -286,7 +346,24 @@ class TestOutcome:
             "response_only": True,
             "official_per_turn": True,
             "reason": None,
+            "first_call_match": True,
         }
+
+    @pytest.mark.parametrize(
+        ("prefix_calls", "calls", "expected"),
+        [
+            (9, [], False),
+            (9, [ToolCall(name="ls", arguments={})], False),
+            (10, [], True),
+            (10, [ToolCall(name="ls", arguments={})], False),
+        ],
+    )
+    def test_the_first_call_matches_the_expert_s(
+        self, env: BfclEnvironment, prefix_calls: int, calls: list[ToolCall], expected: bool
+    ) -> None:
+        session = env.start(TASK, prefix_calls=prefix_calls)
+        session.step(as_parsed(calls))
+        assert session.finish().verdict["first_call_match"] is expected
 
     def test_weights_reach_the_reward(self) -> None:
         weights = RewardWeights(mean_partial=0, first_call=0, exec_score=0, terminal_pass=1)

@@ -16,6 +16,7 @@ from rollout_server.bfcl.reward import (
     RewardParts,
     normalized,
     partial_credit,
+    same_call,
     trajectory_reward,
 )
 from tests.reference.reward import reference_credit, reference_reward
@@ -334,3 +335,23 @@ def test_the_oracle_itself_on_a_hand_computed_pair() -> None:
     )
     # 0.20 name + 0.15 known + 0 (destination is missing) + 0.5 (0.4 + 0.15 overlap + 0.3 * 1/1)
     assert float(credit) == pytest.approx(0.35 + 0.5 * 0.85)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_same"),
+    [
+        (call("cd", folder="Docs", depth=1), True),
+        (call("cd", depth=1.0, folder=" docs "), True),
+        ({"name": "cd", "arguments": '{"folder": "Docs", "depth": 1}'}, True),
+        (call("ls", folder="Docs", depth=1), False),
+        (call("cd", folder="Docs"), False),
+        (call("cd", folder="Docs", depth=1, more=0), False),
+        (call("cd", folder="Docs", depth=True), False),
+        ({"name": "cd", "arguments": "no JSON"}, False),
+        (None, False),
+    ],
+)
+def test_same_call_compares_name_and_normalised_arguments(found: CallLike, is_same: bool) -> None:
+    wanted = call("cd", folder="Docs", depth=1)
+    assert same_call(found, wanted) is is_same
+    assert same_call(wanted, found) is is_same

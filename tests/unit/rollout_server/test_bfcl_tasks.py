@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from miniverl_dist.config.recipe import BfclCategory
 from miniverl_dist.environments.base import TaskInfo
 from miniverl_dist.environments.splits import split
 from miniverl_dist.errors import RecordError, TaskNotFoundError
@@ -45,8 +46,44 @@ class TestTask:
     def test_info(self) -> None:
         assert self.task.num_calls == 3
         assert [call.name for call in self.task.expert_calls] == ["a", "b", "c"]
-        expected = TaskInfo(task_id="t", num_calls=3, num_turns=4, classes=("A", "B"))
+        expected = TaskInfo(
+            task_id="t", num_calls=3, num_turns=4, classes=("A", "B"), category="base", family="t"
+        )
         assert self.task.info == expected
+
+    def test_info_of_a_variant_names_its_family_and_the_turns_without_calls(self) -> None:
+        changes = {"task_id": "multi_turn_miss_func_7", "category": "miss_func"}
+        info = self.task.model_copy(update=changes).info
+        assert (info.category, info.family, info.extra_turns) == (
+            "miss_func",
+            "multi_turn_base_7",
+            2,
+        )
+
+    @pytest.mark.parametrize(
+        ("category", "expected"), [("base", [0, 0, 2, 3]), ("miss_param", [0, 0, 1, 3])]
+    )
+    def test_first_turn_is_an_empty_one_only_where_that_is_the_point(
+        self, category: str, expected: list[int]
+    ) -> None:
+        task = self.task.model_copy(update={"category": category})
+        assert [task.first_turn(prefix_calls) for prefix_calls in range(4)] == expected
+
+    def test_first_turn_goes_back_over_all_empty_turns(self) -> None:
+        call = ToolCall(name="a", arguments={})
+        turns: tuple[tuple[ToolCall, ...], ...] = ((), (), (call, call), (), ())
+        task = self.task.model_copy(update={"category": "miss_func", "expert_turns": turns})
+        assert [task.first_turn(prefix_calls) for prefix_calls in range(3)] == [0, 2, 3]
+
+    def test_refused_before_spares_what_the_expert_calls_early(self) -> None:
+        brought = {1: ("x",), 2: ("a", "c", "y")}
+        task = self.task.model_copy(update={"category": "miss_func", "brought": brought})
+        assert [task.refused_before(turn) for turn in range(4)] == [
+            {"x", "c", "y"},
+            {"c", "y"},
+            set(),
+            set(),
+        ]
 
 
 class TestParseExpertCall:
@@ -199,6 +236,37 @@ class TestLoadData:
             "data_sha256": "7134a76ad655353cc5f6e2d0bb7f1d34ee5e31223e8506ea76d9652d2a82bc35",
         }
 
+    def test_categories_in_the_order_given(self) -> None:
+        data = load_data(categories=("miss_func", "base"))
+        assert len(data.tasks) == 400
+        assert next(iter(data.tasks)) == "multi_turn_miss_func_0"
+        assert data.provenance["category"] == "multi_turn_miss_func,multi_turn_base"
+        assert data.provenance["num_tasks"] == "400"
+        digests = {
+            load_data(categories=chosen).provenance["data_sha256"]
+            for chosen in (("base",), ("miss_func",), ("base", "miss_func"), ("miss_func", "base"))
+        }
+        assert len(digests) == 4
+
+    @pytest.mark.parametrize(
+        ("category", "num_calls", "num_empty"),
+        [("long_context", 1203, 3), ("miss_func", 1140, 203), ("miss_param", 1140, 203)],
+    )
+    def test_counts_of_the_other_categories(
+        self, category: BfclCategory, num_calls: int, num_empty: int
+    ) -> None:
+        tasks = load_data(categories=(category,)).tasks
+        assert list(tasks) == [f"multi_turn_{category}_{number}" for number in range(200)]
+        assert sum(task.num_calls for task in tasks.values()) == num_calls
+        empty = [not calls for task in tasks.values() for calls in task.expert_turns]
+        assert sum(empty) == num_empty
+        assert {task.info.category for task in tasks.values()} == {category}
+
+    def test_a_turn_that_brings_functions_has_the_package_s_words(self) -> None:
+        task = load_data(categories=("miss_func",)).task("multi_turn_miss_func_0")
+        assert task.brought == {3: ("sort",)}
+        assert task.turns[3].startswith("I have updated some more functions")
+
     def test_unknown_task_names_close_ids(self, data: BfclData) -> None:
         with pytest.raises(TaskNotFoundError, match="multi_turn_base_19"):
             data.task("multi_turn_base_1999")
@@ -231,6 +299,7 @@ class TestLoadData:
             ({}, [["ls()"]], r"undocumented functions \['ls'\]"),
             ({"excluded_function": ["sort"]}, [["sort('a')"]], "undocumented functions"),
             ({"question": [[]]}, [["sort('a')"]], "exactly one user message"),
+            ({"missed_function": {"0": ["ls"]}}, [["sort('a')"]], r"undocumented .* \['ls'\]"),
             ({"id": "x_2"}, [["sort('a')"]], "no entry 'x_2'"),
         ],
     )

@@ -169,6 +169,12 @@ class TestScript:
         assert sent[sent.index("--") + 1 :] == [*entrypoint, *RUN, "-o", "seed=3"]
         assert not Path(values["--working-dir"]).exists(), "the copy is removed"
 
+    def test_an_evaluation(self, tmp_path: Path) -> None:
+        asked = ("--policy", "teacher", "-o", "seed=3")
+        _, sent, _ = submit(CONFIG, "--eval", *LOCAL, *RUN, "--", *asked, home=tmp_path)
+        entrypoint = ["python", "-m", "actors.launch", "eval", "tests/fixtures/tiny_bfcl.yaml"]
+        assert sent[sent.index("--") + 1 :] == [*entrypoint, "--output", "/shared/run", *asked]
+
     def test_defaults(self, tmp_path: Path) -> None:
         said, sent, _ = submit(
             CONFIG, *LOCAL, home=tmp_path, MINIVERL_RUNS="/shared", RAY_ADDRESS="http://other:1"
@@ -217,6 +223,7 @@ class TestScript:
             ((*LOCAL, *RUN), "no CONFIG"),
             ((CONFIG, CONFIG, *LOCAL, *RUN), "one CONFIG is expected"),
             ((CONFIG, *LOCAL, "--resume", "/a"), "leave"),
+            (("--resume", "/a", *LOCAL, "--eval"), "leave --eval out"),
             (("--resume", "/a", *LOCAL, "--", "-o", "seed=1"), "takes no arguments"),
             ((CONFIG, *LOCAL, *RUN, "--stop-wait", "soon"), "expected whole seconds"),
             ((CONFIG, *LOCAL, *RUN, "--env", "A"), "expected NAME=VALUE"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from miniverl_dist.environments.base import TaskInfo
-from miniverl_dist.environments.splits import split
+from miniverl_dist.environments.splits import SplitKind, split
 from miniverl_dist.errors import ConfigError
 
 
@@ -14,6 +14,37 @@ def info(number: int, *classes: str) -> TaskInfo:
 def shelf(**sizes: int) -> dict[str, TaskInfo]:
     kinds = [kind for kind, size in sizes.items() for _ in range(size)]
     return {f"t{number}": info(number, kind) for number, kind in enumerate(kinds)}
+
+
+def variants(num_families: int, *categories: str) -> dict[str, TaskInfo]:
+    """Families f0, f1, ... with one task of each category, category after category."""
+    return {
+        f"{category}{number}": info(number, "ab"[number % 2]).model_copy(
+            update={"category": category, "family": f"f{number}"}
+        )
+        for category in categories
+        for number in range(num_families)
+    }
+
+
+class TestFamilies:
+    @pytest.mark.parametrize("kind", ["tail", "stratified"])
+    def test_a_family_is_on_one_side_whatever_categories_there_are(self, kind: SplitKind) -> None:
+        tasks = variants(10, "x", "y", "z")
+        train, evaluation = split(tasks, kind, 12)
+        assert (len(train), len(evaluation)) == (18, 12)
+        held_out = {tasks[task_id].family for task_id in evaluation}
+        assert len(held_out) == 4
+        assert not held_out & {tasks[task_id].family for task_id in train}
+        alone = variants(10, "y")
+        assert {alone[i].family for i in split(alone, kind, 4)[1]} == held_out
+
+    def test_tail_takes_the_last_families(self) -> None:
+        assert split(variants(4, "x", "y"), "tail", 2)[1] == ("x3", "y3")
+
+    def test_a_number_that_cuts_a_family_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="num_eval is 5, expected a multiple of 3"):
+            split(variants(10, "x", "y", "z"), "stratified", 5)
 
 
 class TestSplit:

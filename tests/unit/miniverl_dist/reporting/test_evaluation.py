@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
+from miniverl_dist.reporting.eval_tables import evaluation_tables
 from miniverl_dist.reporting.evaluation import (
     TABLE_HEAD,
+    Difference,
     caveats,
     difference,
     evaluation_lines,
     table_rows,
 )
-from miniverl_dist.reporting.run_data import RunData
-from miniverl_dist.schemas.evaluation import EvaluationRow
+from miniverl_dist.reporting.run_data import RunData, parse_evaluation
+from miniverl_dist.schemas.evaluation import EvaluationRow, TaskOutcome
 from tests.support.sample_run import report, row
 
 
@@ -69,10 +72,95 @@ def test_the_interval_of_a_difference() -> None:
 
 
 def test_every_row_has_a_cell_for_every_column() -> None:
-    cells = table_rows(report(row("student", "after", 0.5)))[0]
-    assert len(cells) == len(TABLE_HEAD)
-    assert cells[TABLE_HEAD.index("Null policy")] == "not measured"
-    assert cells[TABLE_HEAD.index("95 % interval")] == "0.400 to 0.600"
+    cells = dict(zip(TABLE_HEAD, table_rows(report(row("student", "after", 0.5)))[0], strict=True))
+    assert cells == {
+        "Policy": "student",
+        "When": "after",
+        "T": "1",
+        "Tasks": "10",
+        "Eps.": "40",
+        "Pass": "0.500",
+        "95 % Wilson": "0.40 to 0.60",
+        "95 % by task": "-",
+        "Null": "-",
+        "Ceiling": "-",
+    }
+
+
+def outcomes(*passes: int, tail_calls: int = 1) -> tuple[TaskOutcome, ...]:
+    """Of four episodes for each of the tasks ``t0``, ``t1``, ..."""
+    return tuple(
+        TaskOutcome(task_id=f"t{i}", tail_calls=tail_calls, num_episodes=4, num_passed=passed)
+        for i, passed in enumerate(passes)
+    )
+
+
+def test_differences_are_paired_by_task_where_the_rows_hold_outcomes() -> None:
+    rows = [
+        row("student", "warm", 0.25, tasks=outcomes(0, 2, 1)),
+        row("student", "after", 0.5, tasks=outcomes(1, 3, 2)),
+    ]
+    found = evaluation_lines(report(*rows))[1].difference
+    assert found == Difference("warm", 0.25, 0.25, 0.25, is_paired=True)
+    alone = [r.model_copy(update={"tasks": r.tasks[:1]}) for r in rows]
+    unpaired = evaluation_lines(report(*alone))[1].difference
+    assert unpaired is not None
+    assert not unpaired.is_paired
+    assert unpaired.low < 0.25 < unpaired.high
+
+
+def test_rows_over_other_tasks_are_never_compared() -> None:
+    """T = 2 of every T leaves out tasks with one call; a job for T = 2 plays those whole."""
+    rows = [
+        row("null", "before", 0.0, tail_calls=2, tasks=outcomes(0, tail_calls=2)),
+        row("student", "x", 0.5, tail_calls=2, tasks=outcomes(2, 2, tail_calls=2)),
+    ]
+    assert comparisons(*rows) == ["", ""]
+    assert evaluation_lines(report(*rows))[1].null_rate is None
+
+
+def test_the_ceiling_is_the_share_of_tasks_without_doubt() -> None:
+    rows = [row("null", "before", 0.0, tasks=outcomes(0, 0, 0, 0)), row("null", "old", 0.0)]
+    doubtful = report(*rows).model_copy(
+        update={"doubtful_ids": ("t1", "elsewhere"), "doubtful_source": "a thread"}
+    )
+    assert [line.ceiling for line in evaluation_lines(doubtful)] == [0.75, 1.0]
+    assert [cells[-1] for cells in table_rows(doubtful)] == ["0.750", "1.000"]
+    assert [line.ceiling for line in evaluation_lines(report(*rows))] == [None, None]
+    words = "\n".join(caveats(RunData(label="x", status="finished", evaluation=doubtful)))
+    assert "2 have an answer key in doubt (a thread)" in words
+
+
+@pytest.mark.parametrize(
+    ("split", "words"), [("tail", "(split tail)"), ("stratified", "(split stratified)"), ("", "")]
+)
+def test_the_split_is_named(split: str, words: str) -> None:
+    evaluation = report(row("null", "before", 0.0)).model_copy(update={"split": split})
+    found = "\n".join(caveats(RunData(label="x", status="finished", evaluation=evaluation)))
+    assert words in found
+    assert ("Evaluation tasks: 1" in found) is bool(split)
+
+
+def test_a_file_of_an_earlier_version_still_reads() -> None:
+    old = json.loads(report(row("student", "after", 0.5)).model_dump_json())
+    for name in ("split", "classes", "doubtful_ids", "doubtful_source"):
+        del old[name]
+    for name in (
+        "pass_low_by_task",
+        "pass_high_by_task",
+        "pass_at_k",
+        "parsed_call_rate",
+        "first_call_match_rate",
+        "errors",
+        "tasks",
+    ):
+        del old["rows"][0][name]
+    read = parse_evaluation(json.dumps(old).encode(), "eval.json")
+    assert read == report(row("student", "after", 0.5))
+    assert [table.title for table in evaluation_tables(read)] == [
+        "Pass rates",
+        "What the policies do",
+    ]
 
 
 class TestCaveats:

@@ -4,6 +4,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import RunDirectory
 from miniverl_dist.reporting.report import write_report
 from miniverl_dist.reporting.summary import NOTABLE_EVENTS
-from tests.support.sample_run import scored, trajectory, write_run
+from tests.support.sample_run import RECIPE, scored, trajectory, write_run
 
 HOSTILE = '</pre><script>alert("x")</script><img src=http://evil.example/x onerror=alert(1)>'
 
@@ -44,8 +45,8 @@ class Page(HTMLParser):
         else:
             self.text += data
 
-    def figures(self) -> list[dict[str, object]]:
-        found: list[dict[str, object]] = json.loads(self.scripts[0])
+    def figures(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.scripts[0])["figures"]
         return found
 
 
@@ -61,18 +62,19 @@ def run(tmp_path: Path) -> Path:
 class TestPage:
     def test_tables_caveats_curves_and_episodes(self, run: Path) -> None:
         page = page_of(run)
-        for text in ("Memorisation", "restricted to 900 of 248077", "+0.40 [+0.26, +0.54] vs warm"):
+        for text in ("Memorisation", "restricted to 900 of 248077", "+0.26 to +0.54"):
             assert text in page.text
         titles = [figure["title"] for figure in page.figures()]
         assert titles[:3] == [
             "Evaluated pass rate",
-            "Pass rate and reward",
-            "Reverse KL to the teacher",
+            "Pass rate in training",
+            "Reward and its parts",
         ]
-        assert "Nothing recorded for: Advantage parts" in page.text
+        assert "Advantage parts" not in page.text
         assert "Go to folder a." in page.text
         assert page.text.count("T = 1 after 1 expert calls") == 5
         charts = [attrs["id"] for tag, attrs in page.elements if "id" in attrs and tag == "div"]
+        charts.remove("tip")
         assert charts == [f"chart-{index}" for index in range(len(titles))]
 
     def test_it_opens_without_a_network(self, run: Path) -> None:
@@ -172,14 +174,19 @@ class TestSummary:
         assert "| alarm | what: a \\| b c 'd' |" in write_report(run).text
 
     def test_a_comparison_prints_both_runs_and_writes_one(self, tmp_path: Path) -> None:
-        one, other = write_run(tmp_path, name="one"), write_run(tmp_path, name="other")
+        one = write_run(tmp_path, name="one")
+        other = write_run(tmp_path, name="other", recipe=RECIPE.replace("seed: 3", "seed: 4"))
         text = write_report(one, [other]).text
         assert "# Run `one`" in text
         assert "# Run `other`" in text
         assert text.count("## Evaluation") == 2
         assert not (other / "summary.md").exists()
-        names = [trace["name"] for trace in page_of(one, other).figures()[1]["data"]]  # type: ignore[index,attr-defined]
-        assert names == ["pass_rate", "reward_mean", "pass_rate (other)", "reward_mean (other)"]
+        page = page_of(one, other)
+        names = [trace["name"] for trace in page.figures()[2]["data"]]
+        assert names == ["reward_mean", "reward_mean (other)"]
+        assert "Runs compared: last steps" in page.text
+        assert "where the recipes differ" in page.text
+        assert "Runs compared" not in page_of(one).text
 
 
 def test_every_notable_event_is_one_that_is_written() -> None:

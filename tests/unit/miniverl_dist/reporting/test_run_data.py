@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from miniverl_dist.errors import ConfigError, RecordError
+from miniverl_dist.observability.events import Event, EventLog
 from miniverl_dist.observability.run_dir import RunDirectory
 from miniverl_dist.reporting.run_data import load_run_data, parse_evaluation, parse_trajectory
+from miniverl_dist.schemas.token_analysis import TokenAnalysisLine
+from miniverl_dist.schemas.trajectory import SpanKind
 from tests.support.sample_run import scored, trajectory, write_run
 
 
@@ -72,7 +75,7 @@ def test_damage_becomes_notes_and_the_rest_is_read(run: Path) -> None:
         "config.resolved.yaml",
         "metrics.jsonl",
         "eval.json",
-        "trajectories.jsonl, line 7",
+        "trajectories.jsonl, line 1 from the end",
     ]
     assert "2 unreadable line(s) left out, the first is line 2" in data.notes[2]
     assert "environment: missing, but required" in data.notes[3]
@@ -91,6 +94,59 @@ def test_samples_are_the_first_and_the_newest_passed_and_failed_in_turn(run: Pat
     found = [sample.trajectory_id for sample in load_run_data(run, num_samples=4).samples]
     assert found == ["t1-pass", "t3-pass", "t3-fail", "t2-pass"]
     assert load_run_data(run, num_samples=0).samples == []
+
+
+def analysis(name: str, token_ids: tuple[int, ...] = (6, 7, 8)) -> TokenAnalysisLine:
+    return TokenAnalysisLine(
+        step=1,
+        trajectory_id=name,
+        group_id="000001.0",
+        positions=(6, 7, 8),
+        token_ids=token_ids,
+        kinds=(SpanKind.ASSISTANT_TOOL_CALL,) * 3,
+        rollout_logprobs=(-0.5,) * 3,
+        advantages=(0.0,) * 3,
+        units=(None,) * 3,
+        unit_reverse_kl=(),
+        opd_weights=(None,) * 3,
+        is_stopped=(False,) * 3,
+    )
+
+
+class TestAnalysedSamples:
+    def test_analysed_episodes_come_first_however_old_they_are(self, run: Path) -> None:
+        with RunDirectory.open(run, writable=True) as writer:
+            writer.append("token_analysis.jsonl", analysis("t2-pass"))
+            for number in range(30):
+                writer.append("trajectories.jsonl", scored(trajectory(f"new-{number}")))
+        data = load_run_data(run, num_samples=4)
+        names = [sample.trajectory_id for sample in data.samples]
+        assert names == ["t1-pass", "t2-pass", "new-29", "new-28"]
+        assert set(data.analyses) == {"t2-pass"}
+
+    def test_an_analysis_of_other_tokens_is_not_shown(self, run: Path) -> None:
+        with RunDirectory.open(run, writable=True) as writer:
+            writer.append("token_analysis.jsonl", analysis("t1-pass", (6, 7, 9)))
+        assert load_run_data(run).analyses == {}
+
+    def test_a_damaged_analysis_is_a_note(self, run: Path) -> None:
+        (run / "token_analysis.jsonl").write_text('{"step": 1}\n{"st')
+        data = load_run_data(run)
+        assert len(data.samples) == 5
+        assert [note.split(":")[0] for note in data.notes] == [
+            "token_analysis.jsonl, line 1",
+            "token_analysis.jsonl, line 1 from the end",
+        ]
+
+
+def test_events_of_single_groups_are_passed_over_and_losses_counted(run: Path) -> None:
+    with RunDirectory.open(run, writable=True) as writer:
+        log = EventLog(writer)
+        log.emit(Event.GROUP_STARTED, group_id="g")
+        log.emit(Event.GROUP_DROPPED, group_id="g", reason="old")
+    data = load_run_data(run)
+    assert [event["event"] for event in data.events][-2:] == ["run_finished", "group_dropped"]
+    assert data.losses["group dropped: old"] == {1: 1}
 
 
 class TestParseTrajectory:

@@ -31,6 +31,7 @@ class Lab:
         folder: Path,
         report: EvaluationReport = EMPTY,
         play: Callable[[Assignment, int], Trajectory] | None = None,
+        identity: str | None = None,
         **config: object,
     ) -> None:
         path = folder / "run"
@@ -46,6 +47,7 @@ class Lab:
             report,
             Recorder(self.run, SilentProgress(), FakeClock()),
             deadline_s=5.0,
+            identity=identity,
         )
 
     def _maker(self, name: str) -> Callable[[], Awaitable[RolloutSource]]:
@@ -204,3 +206,88 @@ async def test_episode_ids_are_unique_over_policies_and_moments(tmp_path: Path) 
     ]
     assert len(set(ids)) == len(ids) > 3
     assert ids[0].startswith("before.null.000000.0")
+
+
+class TestResumed:
+    """A second evaluator in the directory that a first one has left in the middle."""
+
+    @staticmethod
+    def cut(lab: Lab, num_kept: int) -> None:
+        """Leave the file as a killed process leaves it: so many episodes, and half a line."""
+        file = lab.run.path / "eval_trajectories.jsonl"
+        lines = file.read_bytes().splitlines(keepends=True)
+        lab.run.close()
+        (lab.run.path / "eval.json").unlink()
+        file.write_bytes(b"".join(lines[:num_kept]) + b'{"tag": "af')
+
+    @pytest.mark.parametrize("num_kept", [0, 1, 2, 3])
+    async def test_only_what_is_missing_is_played(self, tmp_path: Path, num_kept: int) -> None:
+        played: list[int] = []
+
+        def play(place: Assignment, member: int) -> Trajectory:
+            played.append(member)
+            return trajectory(place=place, member=member, passed=member == 1)
+
+        lab = Lab(tmp_path, play=play, identity="digest")
+        await lab.evaluator.measure("student", "after", 5, weights="w")
+        whole = lab.stored.rows
+        played.clear()
+        self.cut(lab, num_kept)
+        again = Lab(tmp_path, play=play, identity="digest")
+        await again.evaluator.measure("student", "after", 5, weights="w")
+        assert again.stored.rows == whole
+        assert played == [0, 1, 2][num_kept:]
+        ids = [
+            line["trajectory"]["trajectory_id"]
+            for line in again.run.read_jsonl(RecordFile.EVAL_TRAJECTORIES)
+        ]
+        assert len(ids) == len(set(ids)) == 3
+
+    @pytest.mark.parametrize(
+        ("identity", "name", "tag", "version", "weights"),
+        [
+            ("another config", "student", "after", 5, "w"),
+            ("digest", "teacher", "after", 5, "w"),
+            ("digest", "student", "later", 5, "w"),
+            ("digest", "student", "after", 6, "w"),
+            ("digest", "student", "after", 5, "other weights"),
+        ],
+    )
+    async def test_episodes_of_anything_else_are_not_taken(
+        self, tmp_path: Path, identity: str, name: str, tag: str, version: int, weights: str
+    ) -> None:
+        lab = Lab(tmp_path, identity="digest")
+        await lab.evaluator.measure("student", "after", 5, weights="w")
+        self.cut(lab, 2)
+        num_played = 0
+
+        def play(place: Assignment, member: int) -> Trajectory:
+            nonlocal num_played
+            num_played += 1
+            return trajectory(place=place, member=member)
+
+        again = Lab(tmp_path, play=play, identity=identity)
+        await again.evaluator.measure(name, tag, version, weights=weights)
+        assert num_played == 3
+        # What the first one had paid for is still there.
+        jobs = [line["job"] for line in again.run.read_jsonl(RecordFile.EVAL_TRAJECTORIES)]
+        assert (len(jobs), len(set(jobs))) == (5, 2)
+
+    async def test_weights_that_a_run_trains_again_are_measured_anew(self, tmp_path: Path) -> None:
+        lab = Lab(tmp_path, identity="digest")
+        await lab.evaluator.student("after", 5)
+        self.cut(lab, 2)
+        again = Lab(tmp_path, identity="digest")
+        await again.evaluator.student("after", 5)
+        assert len(again.run.read_jsonl(RecordFile.EVAL_TRAJECTORIES)) == 3
+
+    async def test_a_damaged_episode_is_one_clear_error(self, tmp_path: Path) -> None:
+        lab = Lab(tmp_path, identity="digest")
+        await lab.evaluator.measure("null", "after", 5)
+        lab.run.close()
+        (lab.run.path / "eval.json").unlink()
+        file = lab.run.path / "eval_trajectories.jsonl"
+        file.write_text(file.read_text().replace('"seed":', '"seeds":'))
+        again = Lab(tmp_path, identity="digest")
+        with pytest.raises(RecordError, match=r"damaged episode .* choose another --output"):
+            await again.evaluator.measure("null", "after", 5)

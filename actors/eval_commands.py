@@ -1,0 +1,228 @@
+"""`miniverl-dist eval`: measure policies on the evaluation tasks of a recipe or run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from miniverl_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from actors.deployed import DeployKind
+    from actors.eval_jobs import EvaluationRequest
+    from actors.eval_policies import ForeignOptions
+    from miniverl_dist.config.load import LoadedConfig
+    from miniverl_dist.schemas.evaluation import TailCalls
+
+RUNS: Final = Path("runs")
+
+
+class Calls(StrEnum):
+    """How a chat model says its calls."""
+
+    TOOLS = "tools"
+    TEXT = "text"
+
+
+class Thinking(StrEnum):
+    """Whether a chat model reasons first."""
+
+    ON = "on"
+    OFF = "off"
+
+
+class Deploy(StrEnum):
+    """The engine that an exported checkpoint is measured on."""
+
+    HF = "hf"
+    SGLANG = "sglang"
+
+
+Source = Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="Recipe or run directory.")]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME|SCHEME:PLACE",
+        help="student, teacher, null, oracle, hf:FOLDER, openai:http://HOST:PORT/v1 or "
+        "sglang:http://HOST:PORT; may be given several times.",
+    ),
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="STEP|PATH",
+        help="The student's weights; default for a RUN: its newest checkpoint.",
+    ),
+]
+DeployOn = Annotated[
+    Deploy | None,
+    typer.Option(help="Export the checkpoint, serve it, and compare it with the beginning."),
+]
+Horizon = Annotated[
+    str | None, typer.Option(metavar="T|all", help="T, the calls left to the policy; all: every T.")
+]
+Model = Annotated[
+    str | None, typer.Option(help="openai: the model's name, where the server has several.")
+]
+CallForm = Annotated[
+    Calls, typer.Option(help="openai: structured tool calls, or our wire format as text.")
+]
+Reasoning = Annotated[
+    Thinking | None, typer.Option(help="openai: reason first or not; default: the server's.")
+]
+HeadersFile = Annotated[
+    Path | None, typer.Option(help="openai, sglang: `Name: value` lines, for a key.")
+]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(min=1, help="hf, openai, sglang: of a turn; default: the recipe's.")
+]
+Output = Annotated[Path | None, typer.Option(help="Where rows go; default RUN, or runs/NAME-eval.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("-o", "--override", metavar="KEY=VALUE", help="For instance optim.lr=3e-6."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+def evaluate(  # noqa: PLR0913 - the options of a command
+    source: Source,
+    policy: Policies = None,
+    checkpoint: Checkpoint = None,
+    deploy: DeployOn = None,
+    tail_calls: Horizon = None,
+    model: Model = None,
+    calls: CallForm = Calls.TOOLS,
+    thinking: Reasoning = None,
+    headers_file: HeadersFile = None,
+    max_new_tokens: MaxNewTokens = None,
+    output: Output = None,
+    override: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate policies on the evaluation tasks of a recipe or run.
+
+    Started again, an evaluation that was cut off plays only what is missing.
+    """
+    from actors.eval_policies import ForeignOptions
+
+    loaded, newest, folder = evaluation_source(source, override)
+    folder = output or folder
+    names = tuple(dict.fromkeys(policy or (["student"] if deploy else [])))
+    if not names:
+        raise ConfigError("eval: give --policy at least once, for instance --policy null")
+    if checkpoint is not None:
+        checkpoint = _checkpoint(source, checkpoint)
+    elif "student" in names or deploy is not None:
+        checkpoint = newest
+    foreign = ForeignOptions(
+        model=model,
+        headers_file=headers_file,
+        calls=calls.value,
+        thinking=None if thinking is None else thinking is Thinking.ON,
+        max_new_tokens=max_new_tokens,
+    )
+    chosen: DeployKind | None = None
+    if deploy is not None:
+        chosen = "hf" if deploy is Deploy.HF else "sglang"
+    request = _request(loaded, names, checkpoint, _tail_calls(tail_calls), foreign, chosen)
+    _measure(loaded, request, folder, as_json=as_json)
+
+
+def _request(
+    loaded: LoadedConfig,
+    policies: tuple[str, ...],
+    checkpoint: Path | None,
+    tail_calls: TailCalls | None,
+    foreign: ForeignOptions,
+    deploy: DeployKind | None,
+) -> EvaluationRequest:
+    from actors.eval_jobs import EvaluationRequest, row_tag_of
+
+    tag = row_tag_of(checkpoint, loaded)
+    return EvaluationRequest(policies, tag, checkpoint, tail_calls, foreign, deploy)
+
+
+def _measure(
+    loaded: LoadedConfig, request: EvaluationRequest, folder: Path, *, as_json: bool
+) -> None:
+    """Carry out a job and show what it found."""
+    from actors import launch
+    from actors.eval_jobs import deployed_lines
+    from actors.inspection import evaluation_text
+    from miniverl_dist.observability.progress import JsonProgress, progress_for
+    from miniverl_dist.reporting.report import write_report
+
+    progress = JsonProgress(sys.stdout) if as_json else progress_for(sys.stderr)
+    try:
+        report = launch.evaluate_request(loaded, request, output=folder, progress=progress)
+    finally:
+        progress.close()
+    write_report(folder)
+    if as_json:
+        typer.echo(json.dumps({"result": report.model_dump(mode="json")}))
+        return
+    typer.echo("\n".join(evaluation_text(report)))
+    if request.deploy is not None:
+        typer.echo("\n".join(deployed_lines(report, request)))
+    typer.echo(f"written to {folder}")
+
+
+def _tail_calls(text: str | None) -> TailCalls | None:
+    """Read ``--tail-calls``. Raises ``ConfigError``."""
+    if text is None or text == "all":
+        return text  # type: ignore[return-value]
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--tail-calls {text!r}: expected a number from 1, or all")
+    return int(text)
+
+
+def _checkpoint(source: Path, given: Path) -> Path:
+    """A checkpoint by its path, or by its name within the run."""
+    from miniverl_dist.observability.run_dir import CHECKPOINTS
+
+    within = source / CHECKPOINTS / given
+    return within if not given.exists() and within.is_dir() else given
+
+
+def evaluation_source(
+    source: Path, override: list[str] | None
+) -> tuple[LoadedConfig, Path | None, Path]:
+    """Config, newest checkpoint (None without one) and folder for the rows."""
+    from miniverl_dist.config.load import load_config, load_run_config
+    from miniverl_dist.observability.run_dir import CHECKPOINTS
+    from miniverl_dist.training.checkpoint import list_checkpoints
+
+    if not source.is_dir():
+        loaded = load_config(source, override or [])
+        return loaded, None, _evaluation_folder(loaded)
+    if override:
+        raise ConfigError("overrides apply to a recipe; a run keeps the config it started with")
+    loaded = load_run_config(source)
+    checkpoints = list_checkpoints(source / CHECKPOINTS)
+    return loaded, checkpoints[-1] if checkpoints else None, source
+
+
+def _evaluation_folder(loaded: LoadedConfig) -> Path:
+    """The evaluation of this very config under ``runs``, or a folder that does not exist yet.
+
+    So the same command goes on where it was cut off, and adds no second row for what it has.
+    """
+    from miniverl_dist.errors import RecordError
+    from miniverl_dist.observability.run_dir import MANIFEST, RunDirectory
+
+    name = f"{loaded.config.name}-eval"
+    folder, number = RUNS / name, 1
+    while folder.exists():
+        try:
+            if RunDirectory(folder, None).read_json(MANIFEST)["config_digest"] == loaded.digest:
+                return folder
+        except (RecordError, KeyError):
+            pass  # not an evaluation that can be gone on with
+        number += 1
+        folder = RUNS / f"{name}-{number}"
+    return folder
