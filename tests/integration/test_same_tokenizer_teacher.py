@@ -62,7 +62,7 @@ TINY = (
     "loop={num_steps: 1, num_groups: 1, group_size: 2, num_minibatches: 1}",
     "evaluation={before: false, after: true, episodes_per_task: 1, baselines: [teacher]}",
 )
-PRIVILEGED = "teacher.mode=privileged_context"
+PRIVILEGED = ("teacher.mode=privileged_context", 'evaluation.baselines=["null"]')
 
 
 def tiny(*overrides: str) -> RunConfig:
@@ -86,7 +86,7 @@ def verbatim_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def privileged_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("privileged") / "run", PRIVILEGED)
+    return train(tmp_path_factory.mktemp("privileged") / "run", *PRIVILEGED)
 
 
 # --- the student's very ids ------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_the_known_chat_formats_are_those_that_config_knows() -> None:
 
 def test_the_oracles_calls_are_in_the_teachers_text_and_nowhere_else(privileged_run: Path) -> None:
     """Whatever a run writes is searched for them; they would be found, as what is shown is."""
-    config = tiny(PRIVILEGED)
+    config = tiny(*PRIVILEGED)
     assert config.teacher is not None
     tokenizer = teacher_tokenizer(config.teacher, privileged_run)
     side = student_side(config, tokenizer)
@@ -240,7 +240,7 @@ def test_real_episodes_differ_by_the_block_alone(rendering: str, prompt: str) ->
         f"teacher.rendering={rendering}",
         f"teacher.tokenizer={'qwen3.6' if rendering == 'verbatim' else 'deepseek-v4'}",
     ]
-    config, privileged = tiny(*limits), tiny(*limits, PRIVILEGED)
+    config, privileged = tiny(*limits), tiny(*limits, *PRIVILEGED)
     assert config.teacher is not None
     assert privileged.teacher is not None
     side = student_side(config, load_tokenizer("qwen3.6"))
@@ -271,7 +271,7 @@ def scripted(side: StudentSide) -> list[Trace]:
 
 
 def test_a_running_episode_has_no_oracle() -> None:
-    config = tiny(PRIVILEGED)
+    config = tiny(*PRIVILEGED)
     assert config.teacher is not None
     tokenizer = load_tokenizer("qwen3.6")
     renderer = Renderer(config.teacher, student_side(config, tokenizer), tokenizer)
