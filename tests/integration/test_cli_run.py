@@ -74,12 +74,16 @@ def test_evaluating_a_recipe_makes_a_folder_of_its_own(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parent)
-    table = call("eval", "tiny.yaml", "--policy", "oracle", "--tail-calls", "2")
-    cells = table.splitlines()[1].split()
-    assert (cells[0], cells[3]) == ("oracle", "2")
-    assert "1.000" in cells
-    assert "written to runs/tiny-eval" in table
-    assert "runs/tiny-eval-2" in call("eval", "tiny.yaml", "--policy", "null")
+    roomy = ("eval", "tiny.yaml", "-o", "rollout.max_context_tokens=512")
+    table = call(*roomy, "--policy", "oracle", "--tail-calls", "2")
+    cells = next(line for line in table.splitlines() if line.startswith("oracle")).split()
+    assert (cells[0], cells[2], cells[5]) == ("oracle", "2", "1.000")
+    assert "written to runs/tiny-eval\n" in table
+    # The same tasks and settings go on in the same folder, others do not.
+    both = call(*roomy, "--policy", "null")
+    assert "written to runs/tiny-eval\n" in both
+    assert {line.split()[0] for line in both.splitlines() if line} >= {"oracle", "null"}
+    assert "runs/tiny-eval-2" in call(*roomy, "-o", "seed=9", "--policy", "null")
 
 
 def test_resuming_a_finished_run_does_nothing_again(run: Path) -> None:

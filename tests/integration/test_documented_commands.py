@@ -38,8 +38,19 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def commands(document: Path) -> list[list[str]]:
     """Words of each command in the shell blocks of a document."""
     blocks = [text for kind, text in FENCE.findall(document.read_text()) if kind in ("", "sh")]
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    found, begun = [], ""
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        begun += line
+        try:
+            words = shlex.split(begun, comments=True)
+        except ValueError:  # a quotation goes on in the next line
+            begun += "\n"
+            continue
+        begun = ""
+        if words:
+            found.append(words)
+    assert not begun, f"{document.name}: a quotation without an end: {begun[:80]}"
+    return found
 
 
 def test_quickstart_is_made_of_commands_that_we_know() -> None:
