@@ -26,8 +26,7 @@ from miniverl_dist.ports import TargetSource
 from miniverl_dist.schemas.batch import IntArray
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.trajectory import Trajectory
-from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
-from miniverl_dist.tokens.tokenizer import TokenizerLike
+from miniverl_dist.tokens.identity import declared_ids
 from miniverl_dist.training.target_rows import trained_mask
 from teacher_server.scorer import CausalLM, load_model
 from teacher_server.views import TeacherView, teacher_view
@@ -188,7 +187,7 @@ class _TeacherParts:
         return min(self._teacher.max_prefill_tokens, model.max_context_tokens)
 
     def _estimate(self, student_bytes: int) -> Estimate:
-        rows = len(self._vocabulary) + _num_rows(self._tokenizer)
+        rows = len(self._vocabulary) + len(declared_ids(self._tokenizer))
         return Estimate(
             student_bytes=student_bytes,
             teacher_bytes=sum(path.stat().st_size for path in _weight_files(self._folder)),
@@ -207,10 +206,6 @@ class _TeacherParts:
             temperature=self._distill.temperature,
             selection=str(choice),
         )
-
-
-def _num_rows(tokenizer: TokenizerLike) -> int:
-    return len(tokenizer.ids) if isinstance(tokenizer, SubVocabulary) else tokenizer.vocab_size
 
 
 def _weight_files(folder: Path) -> list[Path]:

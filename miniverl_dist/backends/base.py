@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.batch import FloatArray, SftBatch, TrainBatch, UpdateResult
 from miniverl_dist.schemas.weights import NamedArrays
+
+
+class Sized(Protocol):
+    """A numpy array or a torch tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+
+
+Weight = TypeVar("Weight", bound=Sized)
+
+
+def in_buckets(
+    weights: Iterable[tuple[str, Weight]], bucket_bytes: int
+) -> Iterator[dict[str, Weight]]:
+    """Weights that one process holds whole, so many bytes at a time; a larger one goes alone."""
+    bucket: dict[str, Weight] = {}
+    size = 0
+    for name, weight in weights:
+        if bucket and size + weight.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = weight
+        size += weight.nbytes
+    yield bucket
 
 
 class StudentBackend(Protocol):

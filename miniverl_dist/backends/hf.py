@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from miniverl_dist.backends.accumulated import (
     SUMS,
@@ -28,6 +27,7 @@ from miniverl_dist.backends.accumulated import (
     require_one_minibatch,
 )
 from miniverl_dist.backends.adamw import learning_rate
+from miniverl_dist.backends.base import in_buckets
 from miniverl_dist.backends.distilled import RowLoss, open_stages
 from miniverl_dist.backends.hf_adapters import REFERENCE
 from miniverl_dist.backends.hf_checkpoint import HFCheckpoint
@@ -212,15 +212,7 @@ class HFBackend:
     def export(self, bucket_bytes: int) -> Iterator[Mapping[str, Any]]:
         """See ``StudentBackend``; under the names that the model has in transformers' memory."""
         self._require_whole()
-        bucket: dict[str, Tensor] = {}
-        size = 0
-        for name, weight in self.student.merged():
-            if bucket and size + weight.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = {}, 0
-            bucket[name] = weight
-            size += weight.nbytes
-        yield bucket
+        yield from in_buckets(self.student.merged(), bucket_bytes)
 
     def load_weights(self, tensors: NamedArrays) -> None:
         """See ``StudentBackend``; with LoRA, these are the actor's adapter."""

@@ -10,11 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from miniverl_dist.backends.accumulated import (
     SUMS,
@@ -23,6 +21,7 @@ from miniverl_dist.backends.accumulated import (
     require_one_minibatch,
 )
 from miniverl_dist.backends.adamw import AdamW, learning_rate
+from miniverl_dist.backends.base import in_buckets
 from miniverl_dist.backends.distilled import RowLoss, TwoStages, open_stages
 from miniverl_dist.backends.padding import (
     Microbatch,
@@ -218,15 +217,7 @@ class ToyBackend:
 
     def export(self, bucket_bytes: int) -> Iterator[NamedArrays]:
         """See ``StudentBackend``."""
-        bucket: dict[str, NDArray[Any]] = {}
-        size = 0
-        for name, array in self.model.arrays().items():
-            if bucket and size + array.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = {}, 0
-            bucket[name] = array
-            size += array.nbytes
-        yield bucket
+        yield from in_buckets(self.model.arrays().items(), bucket_bytes)
 
     def load_weights(self, tensors: NamedArrays) -> None:
         """See ``StudentBackend``."""

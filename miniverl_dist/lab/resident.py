@@ -20,7 +20,7 @@ from miniverl_dist.backends.vocabulary import AnyVocabulary
 from miniverl_dist.config.lab import DistillConfig
 from miniverl_dist.errors import TokenizerMismatchError
 from miniverl_dist.objective.chunked import ChunkTargetProvider
-from miniverl_dist.objective.distribution import FullTargets, Targets, TopKRows
+from miniverl_dist.objective.distribution import FullTargets, Targets, TopKRows, keep_top_k
 from miniverl_dist.schemas.batch import IntArray
 from miniverl_dist.schemas.targets import NO_TOKEN, TeacherContext, TopKTargets, join_top_k
 
@@ -167,16 +167,9 @@ class _TopKTargets(_Provider):
     @torch.no_grad()
     def targets(self, rows: slice) -> Targets:
         """[n, k] tokens, and the rest as one bucket."""
-        logprobs = self.logprobs(rows)
-        entropies = -(logprobs.exp() * logprobs).nan_to_num(nan=0.0).sum(-1)
-        shared = logprobs.masked_fill(self.head_rows < 0, -torch.inf)
-        kept, places = shared.topk(min(self.config.top_k, shared.shape[1]), dim=-1)
-        is_kept = ~kept.isneginf()
-        found = torch.where(is_kept, self.head_rows[places], -1)
-        # The tokens that were taken leave; those without a counterpart stay in the bucket.
-        left = torch.where(is_kept, -torch.inf, logprobs.gather(1, places))
-        rest = logprobs.scatter(1, places, left).logsumexp(-1)
-        return TopKRows(*(each.to(self.device) for each in (found, kept, rest, entropies)))
+        full = FullTargets(self.logprobs(rows))
+        kept = keep_top_k(full, self.config.top_k, self.head_rows)
+        return TopKRows(*(each.to(self.device) for each in kept))
 
 
 def _as_stored(found: TopKRows, vocabulary: AnyVocabulary) -> TopKTargets:

@@ -149,15 +149,27 @@ def overwrite_with_slopes(
     return RowValues(divergences, entropies)
 
 
-def keep_top_k(targets: FullTargets, top_k: int) -> TopKRows:
-    """The teacher's ``top_k`` most likely tokens of every row, and the rest summed on its own."""
+def keep_top_k(targets: FullTargets, top_k: int, head_rows: Tensor | None = None) -> TopKRows:
+    """The teacher's ``top_k`` most likely tokens of every row, and the rest summed on its own.
+
+    Args:
+        targets: Over the rows of the student's head, or of the teacher's own where ``head_rows``
+            translates them.
+        top_k: k; more than there are tokens keeps all.
+        head_rows: [V] the student's row of each of these, -1 without one: such a token is never
+            kept. None where the rows are the student's already.
+    """
     full = targets.logprobs
-    logprobs, rows = full.topk(min(top_k, full.shape[1]), dim=1)
-    rest = full.scatter(1, rows, -math.inf)
+    candidates = full if head_rows is None else full.masked_fill(head_rows < 0, -math.inf)
+    logprobs, places = candidates.topk(min(top_k, full.shape[1]), dim=1)
+    is_none = logprobs.isneginf()
+    rows = places if head_rows is None else head_rows[places]
+    # What was kept leaves; a place that kept nothing leaves its token in the rest.
+    left = full.gather(1, places).masked_fill(~is_none, -math.inf)
     return TopKRows(
-        rows=rows.masked_fill(logprobs.isneginf(), -1),
+        rows=rows.masked_fill(is_none, -1),
         logprobs=logprobs,
-        tail_logprobs=rest.logsumexp(1),
+        tail_logprobs=full.scatter(1, places, left).logsumexp(1),
         entropies=-(full.exp() * full.clamp_min(LOGPROB_FLOOR)).sum(1),
     )
 
