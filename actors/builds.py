@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from miniverl_dist.config.recipe import (
     SGLangEngineConfig,
 )
 from miniverl_dist.config.roles import (
+    BackboneTeacherConfig,
     HFStudentConfig,
     MegatronModelConfig,
     SftConfig,
@@ -54,6 +56,10 @@ from rollout_server.engines.sglang import SGLangEngine
 from rollout_server.engines.sglang_server import SGLangLaunch
 from rollout_server.engines.toy import ToyEngine
 
+if TYPE_CHECKING:
+    from miniverl_dist.backends.hf import HFBackend
+    from miniverl_dist.backends.hf_teacher import BackboneTeacher
+
 ENGINES_FOLDER = "engines"
 """Logs of engines' servers, and what they start from."""
 
@@ -70,6 +76,7 @@ def build_student(
     address: RankAddress,
     *,
     rows: RowLoss | None = None,
+    backbone_teacher: BackboneTeacher | None = None,
 ) -> StudentBackend:
     """One rank of the student with its initial weights.
 
@@ -79,8 +86,10 @@ def build_student(
         run_dir: Where its folder lies.
         address: Where the ranks meet.
         rows: How whole distributions are compared, under an objective that does.
+        backbone_teacher: Who teaches with this student's backbone, attached here.
 
     Raises:
+        ConfigError: an adapter of the teacher that is not of this model.
         MissingDependencyError: megatron-core is not installed.
         CheckpointError: the initial weights are damaged or of another architecture.
     """
@@ -88,7 +97,10 @@ def build_student(
     if isinstance(model, ToyModelConfig):
         return _toy_student(config, model, _declared(tokenizer), run_dir, rows)
     if isinstance(model, HFStudentConfig):
-        return _hf_student(config, model, tokenizer, run_dir, rows)
+        student = _hf_student(config, model, tokenizer, run_dir, rows)
+        if backbone_teacher is not None:
+            backbone_teacher.attach(student.student)
+        return student
     quiet_megatron()
     from miniverl_dist.backends.megatron.backend import MegatronBackend
 
@@ -140,7 +152,7 @@ def _hf_student(
     tokenizer: TokenizerLike,
     run_dir: Path,
     rows: RowLoss | None,
-) -> StudentBackend:
+) -> HFBackend:
     from miniverl_dist.backends.hf import HFBackend
 
     _verified_student(run_dir)
@@ -155,6 +167,22 @@ def _hf_student(
         base_sha256=base_sha256(run_dir),
         rows=rows,
     )
+
+
+def build_backbone_teacher(config: RunConfig, tokenizer: TokenizerLike) -> BackboneTeacher | None:
+    """The teacher that shares the student's backbone; None where the recipe has another, or none.
+
+    Raises:
+        ConfigError: its adapter cannot be read.
+    """
+    teacher, student = config.teacher, config.student.model
+    if teacher is None or not isinstance(teacher.model, BackboneTeacherConfig):
+        return None
+    if not isinstance(student, HFStudentConfig):
+        raise ConfigError("teacher.model.kind student_backbone: there is no hf student")
+    from miniverl_dist.backends.hf_teacher import BackboneTeacher
+
+    return BackboneTeacher(teacher.model, student, tokenizer.vocab_size)
 
 
 def prepare_student(config: RunConfig, tokenizer: TokenizerLike, run_dir: Path) -> None:

@@ -30,7 +30,7 @@ from actors.student_pool import RankPool
 from actors.student_rank import StudentRank
 from actors.supervisor import RestartBudget, started_within
 from actors.teacher_pool import RemoteServer, TeacherHost, TeacherPool
-from actors.teacher_side import teacher_scorer
+from actors.teacher_scoring import teacher_scorer
 from actors.weight_endpoints import RayEngine, RayRank
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import EngineLostError, MiniverlError, StudentLostError

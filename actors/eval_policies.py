@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from actors.sources import player_of
 from actors.student_side import WRITE_CALLS, StudentSide, student_chat
-from actors.teacher_side import client_limits, teacher_chat, teacher_tokenizer
+from actors.teacher_scoring import client_limits
+from actors.teacher_side import teacher_chat, teacher_tokenizer
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import ConfigError, TokenizerError
 from miniverl_dist.generate_api.chat import ChatClient, ChatLimits

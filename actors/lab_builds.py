@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.student_side import StudentSide
 from actors.teacher_side import TEACHER_FOLDER, Renderer, teacher_tokenizer
@@ -16,7 +17,13 @@ from miniverl_dist.backends.distilled import RowLoss
 from miniverl_dist.backends.vocabulary import AnyVocabulary
 from miniverl_dist.config.lab import DistillConfig
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.roles import HFModelConfig, HFStudentConfig, TeacherConfig
+from miniverl_dist.config.roles import (
+    BackboneTeacherConfig,
+    HFModelConfig,
+    HFStudentConfig,
+    TeacherConfig,
+    ToyModelConfig,
+)
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.lab.memory import Estimate, MemoryChoice, choose
 from miniverl_dist.lab.resident import ResidentTeacher
@@ -30,6 +37,9 @@ from miniverl_dist.tokens.identity import declared_ids
 from miniverl_dist.training.target_rows import trained_mask
 from teacher_server.scorer import CausalLM, load_model
 from teacher_server.views import TeacherView, teacher_view
+
+if TYPE_CHECKING:
+    from miniverl_dist.backends.hf_teacher import BackboneTeacher
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ def build_lab(
     *,
     student_bytes: int,
     on_refused: Callable[[str, str], None],
+    backbone: BackboneTeacher | None = None,
 ) -> LabParts | None:
     """The lab's parts; None under an objective that has none.
 
@@ -62,6 +73,7 @@ def build_lab(
         run_dir: Where a fitted teacher and the teacher cache lie.
         student_bytes: What the student and its optimizer take.
         on_refused: Told of each trajectory without targets, and why.
+        backbone: The teacher that shares the student's backbone, where it is that one.
 
     Raises:
         ConfigError: the teacher does not fit beside the student although it must.
@@ -77,7 +89,7 @@ def build_lab(
     )
     if not distill.needs_teacher:
         return LabParts(RowLoss(distill, vocabulary), WrittenTargets(choice), None)
-    parts = _TeacherParts(config, distill, side, vocabulary, run_dir)
+    parts = _TeacherParts(config, distill, side, vocabulary, run_dir, backbone)
     return parts.build(choice, student_bytes, on_refused)
 
 
@@ -91,6 +103,7 @@ class _TeacherParts:
         side: StudentSide,
         vocabulary: AnyVocabulary,
         run_dir: Path,
+        backbone: BackboneTeacher | None,
     ) -> None:
         if config.teacher is None or config.teacher.model is None:
             raise ConfigError("distill needs teacher.model")
@@ -100,6 +113,7 @@ class _TeacherParts:
         self._tokenizer = teacher_tokenizer(self._teacher, run_dir)
         self._renderer = Renderer(self._teacher, side, self._tokenizer)
         self._shared: IntArray | None = None
+        self._backbone = backbone
 
     def build(
         self, choice: RowChoice, student_bytes: int, on_refused: Callable[[str, str], None]
@@ -110,6 +124,7 @@ class _TeacherParts:
             self._distill,
             self._estimate(student_bytes),
             is_online=self._config.is_online,
+            is_shared=self._backbone is not None,
         )
         resident = self._resident() if memory.strategy == "resident" else None
         rows = RowLoss(self._distill, self._vocabulary, resident)
@@ -136,6 +151,8 @@ class _TeacherParts:
         return model.path if isinstance(model, HFModelConfig) else self._run_dir / TEACHER_FOLDER
 
     def _model(self) -> CausalLM:
+        if self._backbone is not None:
+            return self._backbone
         model = self._teacher.model
         dtype = model.dtype if isinstance(model, HFModelConfig) else "float32"
         device = self._device if isinstance(model, HFModelConfig) else "cpu"
@@ -181,18 +198,27 @@ class _TeacherParts:
 
     def _max_tokens(self) -> int:
         model = self._teacher.model
-        if isinstance(model, HFModelConfig):
-            return self._teacher.max_prefill_tokens
-        assert model is not None
-        return min(self._teacher.max_prefill_tokens, model.max_context_tokens)
+        longest = self._teacher.max_prefill_tokens
+        if self._backbone is not None:
+            return min(longest, self._backbone.max_context_tokens)
+        return (
+            min(longest, model.max_context_tokens) if isinstance(model, ToyModelConfig) else longest
+        )
 
     def _estimate(self, student_bytes: int) -> Estimate:
         rows = len(self._vocabulary) + len(declared_ids(self._tokenizer))
         return Estimate(
             student_bytes=student_bytes,
-            teacher_bytes=sum(path.stat().st_size for path in _weight_files(self._folder)),
+            teacher_bytes=self._teacher_bytes(),
             chunk_bytes=2 * 4 * self._config.loss.chunk_size * rows,
         )
+
+    def _teacher_bytes(self) -> int:
+        """Nothing but an adapter, of a teacher over the student's backbone."""
+        model, folder = self._teacher.model, self._folder
+        if isinstance(model, BackboneTeacherConfig):
+            folder = model.adapter or folder
+        return sum(path.stat().st_size for path in _weight_files(folder))
 
     def _identity(self, choice: RowChoice) -> CacheIdentity:
         return CacheIdentity(

@@ -12,7 +12,12 @@ from actors.student_side import routing_shape
 from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import EngineConfig, SGLangEngineConfig
-from miniverl_dist.config.roles import HFModelConfig, HFStudentConfig, MegatronModelConfig
+from miniverl_dist.config.roles import (
+    BackboneTeacherConfig,
+    HFModelConfig,
+    HFStudentConfig,
+    MegatronModelConfig,
+)
 from miniverl_dist.errors import ConfigError, MissingDependencyError
 from miniverl_dist.generate_api.headers import read_headers_file
 from miniverl_dist.tokens.load import load_tokenizer
@@ -100,6 +105,10 @@ def require_teacher_files(config: RunConfig) -> None:
             "teacher-vocabulary.json of the run that fitted the toy teacher behind `url`"
         )
     model = teacher.model
+    if isinstance(model, BackboneTeacherConfig) and model.adapter is not None:
+        from miniverl_dist.backends.hf_peft import read_adapter_config
+
+        read_adapter_config(model.adapter)
     needs_model = isinstance(model, HFModelConfig) and (config.runtime != "cluster" or is_here)
     if isinstance(model, HFModelConfig) and needs_model and not _is_model_folder(model.path):
         raise ConfigError(

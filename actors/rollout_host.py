@@ -14,7 +14,7 @@ from actors.builds import build_engine, set_num_threads
 from actors.outbox import GroupAddress
 from actors.sources import EpisodeKind, evaluation_player, training_player
 from actors.student_side import student_side, student_tokenizer
-from actors.teacher_side import prefix_scorer
+from actors.teacher_scoring import prefix_scorer
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.ports import Assignment

@@ -30,13 +30,8 @@ from actors.student_side import (
     warmup_traces,
 )
 from actors.supervisor import RestartBudget
-from actors.teacher_side import (
-    TEACHER_SEAL_FILE,
-    fit_teacher,
-    prefix_scorer,
-    teacher_scorer,
-    teacher_tokenizer,
-)
+from actors.teacher_scoring import prefix_scorer, teacher_scorer
+from actors.teacher_side import TEACHER_SEAL_FILE, fit_teacher, teacher_tokenizer
 from actors.warm_start import take_over_student, take_over_teacher
 from miniverl_dist.alignment.spans import student_byte_ends
 from miniverl_dist.backends.rank_address import RankAddress
@@ -63,6 +58,7 @@ from rollout_server.traces import TraceMaker
 
 if TYPE_CHECKING:
     from actors.lab_builds import LabParts
+    from miniverl_dist.backends.hf_teacher import BackboneTeacher
     from rollout_server.engines.base import Engine
     from rollout_server.episode import EpisodeWatcher
 
@@ -172,7 +168,7 @@ class SingleActor:
             tail_calls: Horizon of evaluations instead of the config's.
             with_scorer: False where nothing will be trained.
         """
-        from actors.builds import build_engine, build_student
+        from actors.builds import build_backbone_teacher, build_engine, build_student
 
         config, clock = self._config, self._clock
         async with AsyncExitStack() as stack:
@@ -181,9 +177,16 @@ class SingleActor:
             )
             stack.push_async_callback(engine.close)
             await engine.start()
-            lab = self._lab() if with_scorer else None
-            rows = None if lab is None else lab.rows
-            rank = build_student(config, self.tokenizer, self._run_dir, RankAddress(), rows=rows)
+            shared = build_backbone_teacher(config, self.tokenizer) if with_scorer else None
+            lab = self._lab(shared) if with_scorer else None
+            rank = build_student(
+                config,
+                self.tokenizer,
+                self._run_dir,
+                RankAddress(),
+                rows=None if lab is None else lab.rows,
+                backbone_teacher=shared,
+            )
             stack.callback(rank.close)
             students = InProcessStudentPool(rank)
             teacher, prefixes = None, None
@@ -200,6 +203,7 @@ class SingleActor:
                         clock,
                         tell=self._tell,
                         kept_scores=prefixes,
+                        backbone=shared,
                     )
                 )
             weights = DirectWeightStore(
@@ -223,7 +227,7 @@ class SingleActor:
             self._config, self._config.demonstrations, self.side, self._clock
         )
 
-    def _lab(self) -> LabParts | None:
+    def _lab(self, backbone: BackboneTeacher | None) -> LabParts | None:
         """Row loss and target source; None under an objective without whole distributions."""
         if self._config.row_loss is None:
             return None
@@ -242,6 +246,7 @@ class SingleActor:
             self._run_dir,
             student_bytes=student_bytes,
             on_refused=refused,
+            backbone=backbone,
         )
         if lab is not None and lab.memory is not None:
             self._recorder.event(

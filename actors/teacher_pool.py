@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from actors.supervisor import RestartBudget, all_started
-from actors.teacher_side import load_teacher
+from actors.teacher_scoring import load_teacher
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import ConfigError, EngineError, MiniverlError
 from miniverl_dist.generate_api.app import serving

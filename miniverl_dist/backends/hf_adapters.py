@@ -2,8 +2,7 @@
 
 The model itself is left as transformers made it: an adapter adds to the output of a linear layer
 through a forward hook, so that its layers keep their names and classes (a quantised one too), and
-which role acts is one reference that the hooks look at. Adapters are float32 whatever the model
-is.
+which role acts is what the hooks ask for. Adapters are float32 whatever the model is.
 
 Not the ``peft`` package: it cannot be imported without ``accelerate``, renames every weight of the
 model, and its switch of adapters also changes which of them are trained. What is stored here has
@@ -15,8 +14,10 @@ Shapes: x [*, in], A [rank, in], B [out, rank].
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,8 +71,18 @@ def adapted_layers(model: Any, names: Sequence[str]) -> dict[str, nn.Module]:  #
     return found
 
 
+@dataclass(frozen=True)
+class _Adapter:
+    factors: Factors
+    scale: float
+
+
 class LoraAdapters:
     """Adapters by role; one of them, or none, takes part in the model's forward pass.
+
+    Which one is known to each thread for itself: a teacher may score in one while the actor is
+    trained in another. A thread that has chosen none has the trained role's, as have those in which
+    torch computes layers again during a backward pass.
 
     Args:
         model: A transformers model; all of its weights are frozen here.
@@ -93,17 +104,18 @@ class LoraAdapters:
         if len(set(roles)) != len(roles):
             raise ConfigError(f"roles {', '.join(roles)}: each needs an adapter of its own")
         self.config = config
-        self.layers = adapted_layers(model, config.target_modules)
         self.scale = config.alpha / config.rank
+        self.layers = adapted_layers(model, config.target_modules)
+        """Of the roles that the recipe's sizes are for."""
         model.requires_grad_(requires_grad=False)
-        self._adapters = {role: self._new(seed) for role in roles}
-        for role in roles[1:]:
-            for factor in self._adapters[role].values():
-                factor.requires_grad_(False)
-        self._acting: str | None = roles[0]
+        self._model = model
+        self._adapters: dict[str, _Adapter] = {}
+        self._hooked: set[str] = set()
+        self._trained = roles[0]
+        self._chosen = threading.local()
         self._dropout = 0.0
-        for name, layer in self.layers.items():
-            layer.register_forward_hook(self._hook(name))
+        for role in roles:
+            self._put(role, config, self._new(self.layers, config, seed), self.layers)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -112,8 +124,26 @@ class LoraAdapters:
 
     @property
     def acting(self) -> str | None:
-        """Whose adapter takes part now; None: that of nobody, so the model as it was loaded."""
-        return self._acting
+        """Whose adapter takes part in this thread; None: nobody's, so the model as loaded."""
+        role: str | None = getattr(self._chosen, "role", self._trained)
+        return role
+
+    def add(self, role: str, config: LoraConfig, values: Mapping[str, Tensor]) -> None:
+        """Give a role an adapter of sizes and layers of its own; it is never trained.
+
+        Raises:
+            ConfigError: the role has one already; layers that the model does not have.
+            CheckpointError: values of another form; see ``check``.
+        """
+        if role in self._adapters:
+            raise ConfigError(f"roles: there is an adapter for {role!r} already")
+        layers = adapted_layers(self._model, config.target_modules)
+        new = self._new(layers, config, seed=0)
+        _require_form(new, values)
+        with torch.no_grad():
+            for name, factor in new.items():
+                factor.copy_(values[name])
+        self._put(role, config, new, layers)
 
     @contextmanager
     def acting_as(self, role: str | None) -> Iterator[None]:
@@ -124,11 +154,11 @@ class LoraAdapters:
         """
         if role is not None:
             self.factors(role)
-        former, self._acting = self._acting, role
+        former, self._chosen.role = self.acting, role
         try:
             yield
         finally:
-            self._acting = former
+            self._chosen.role = former
 
     @contextmanager
     def dropout(self, seed: int) -> Iterator[None]:
@@ -156,7 +186,7 @@ class LoraAdapters:
         """
         if role not in self._adapters:
             raise ConfigError(f"no adapter for role {role!r}; there are {', '.join(self.roles)}")
-        return self._adapters[role]
+        return self._adapters[role].factors
 
     @torch.no_grad()
     def copy(self, source: str, target: str) -> None:
@@ -171,14 +201,7 @@ class LoraAdapters:
         Raises:
             CheckpointError: names, shapes or dtypes differ.
         """
-        wanted = {name: (f.dtype, tuple(f.shape)) for name, f in self.factors(role).items()}
-        found = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
-        if found != wanted:
-            name = min(n for n in wanted | found if wanted.get(n) != found.get(n))
-            raise CheckpointError(
-                f"the adapter's {name!r} is {found.get(name)}, expected {wanted.get(name)}: other "
-                "layers, another rank or another model"
-            )
+        _require_form(self.factors(role), values)
 
     @torch.no_grad()
     def load(self, role: str, values: Mapping[str, Tensor]) -> None:
@@ -200,62 +223,63 @@ class LoraAdapters:
             weight: Not quantised.
             role: Whose adapter.
         """
-        first, second = self._pair(role, layer)
-        delta = (second @ first).mul_(self.scale)
+        factors = self.factors(role)
+        first, second = factors[f"{layer}.lora_A"], factors[f"{layer}.lora_B"]
+        delta = (second @ first).mul_(self._adapters[role].scale)
         if is_transposed(self.layers[layer]):
             delta = delta.T
         return (weight.float() + delta).to(weight.dtype)
 
-    def _new(self, seed: int) -> Factors:
+    def _new(self, layers: Mapping[str, nn.Module], config: LoraConfig, seed: int) -> Factors:
         factors: Factors = {}
-        for name, layer in self.layers.items():
+        for name, layer in layers.items():
             sizes = layer_sizes(layer) or (0, 0)  # never: adapted_layers has chosen by it
             device = next(layer.parameters()).device
             generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
             bound = 1 / math.sqrt(sizes[0])
-            first = torch.empty(self.config.rank, sizes[0]).uniform_(
-                -bound, bound, generator=generator
-            )
-            second = torch.zeros(sizes[1], self.config.rank)
+            first = torch.empty(config.rank, sizes[0]).uniform_(-bound, bound, generator=generator)
+            second = torch.zeros(sizes[1], config.rank)
             factors[f"{name}.lora_A"] = nn.Parameter(first.to(device))
             factors[f"{name}.lora_B"] = nn.Parameter(second.to(device))
         return factors
 
-    def _pair(self, role: str, layer: str) -> tuple[Tensor, Tensor]:
-        factors = self._adapters[role]
-        return factors[f"{layer}.lora_A"], factors[f"{layer}.lora_B"]
+    def _put(
+        self, role: str, config: LoraConfig, factors: Factors, layers: Mapping[str, nn.Module]
+    ) -> None:
+        if role != self._trained:
+            for factor in factors.values():
+                factor.requires_grad_(False)
+        self._adapters[role] = _Adapter(factors, config.alpha / config.rank)
+        for name in layers.keys() - self._hooked:
+            layers[name].register_forward_hook(self._hook(name))
+            self._hooked.add(name)
 
     def _hook(self, layer: str) -> Any:  # noqa: ANN401 - torch's own type of a hook is as loose
         def add(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if self._acting is None:
+            role = self.acting
+            if role is None:
                 return output
-            first, second = self._pair(self._acting, layer)
+            adapter = self._adapters[role]
+            first = adapter.factors.get(f"{layer}.lora_A")
+            if first is None:
+                return output
             x = inputs[0].to(first.dtype)
-            if self._dropout:
+            if self._dropout and role == self._trained:
                 x = F.dropout(x, self._dropout)
-            added = F.linear(F.linear(x, first), second).mul(self.scale)
+            second = adapter.factors[f"{layer}.lora_B"]
+            added = F.linear(F.linear(x, first), second).mul(adapter.scale)
             return output + added.to(output.dtype)
 
         return add
 
 
-def peft_name(factor: str) -> str:
-    """What a factor is called in the files of ``peft``."""
-    return f"base_model.model.{factor}.weight"
-
-
-def peft_config(adapters: LoraAdapters) -> dict[str, Any]:
-    """``adapter_config.json``; the base model is left out, which would be a path."""
-    layers = adapters.layers.values()
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": adapters.config.rank,
-        "lora_alpha": adapters.config.alpha,
-        "lora_dropout": adapters.config.dropout,
-        "target_modules": sorted(adapters.config.target_modules),
-        "bias": "none",
-        "fan_in_fan_out": any(is_transposed(layer) for layer in layers),
-        "inference_mode": True,
-    }
+def _require_form(factors: Factors, values: Mapping[str, Tensor]) -> None:
+    """See ``LoraAdapters.check``."""
+    wanted = {name: (f.dtype, tuple(f.shape)) for name, f in factors.items()}
+    found = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
+    if found != wanted:
+        name = min(n for n in wanted | found if wanted.get(n) != found.get(n))
+        raise CheckpointError(
+            f"the adapter's {name!r} is {found.get(name)}, expected {wanted.get(name)}: other "
+            "layers, another rank or another model"
+        )

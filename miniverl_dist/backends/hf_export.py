@@ -6,9 +6,15 @@ from pathlib import Path
 
 import torch
 
-from miniverl_dist.backends.hf_adapters import ACTOR, peft_config, peft_name
+from miniverl_dist.backends.hf_adapters import ACTOR
 from miniverl_dist.backends.hf_checkpoint import HFCheckpoint
 from miniverl_dist.backends.hf_model import load_module
+from miniverl_dist.backends.hf_peft import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    peft_config,
+    peft_name,
+)
 from miniverl_dist.backends.hf_student import HFStudent
 from miniverl_dist.backends.tensors import as_numpy
 from miniverl_dist.backends.weights_io import (
@@ -19,9 +25,6 @@ from miniverl_dist.backends.weights_io import (
 )
 from miniverl_dist.config.roles import HFStudentConfig
 from miniverl_dist.errors import CheckpointError, ConfigError
-
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def stored_student(

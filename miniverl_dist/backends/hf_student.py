@@ -17,7 +17,8 @@ from miniverl_dist.errors import CheckpointError
 class HFStudent:
     """One model and its roles.
 
-    With LoRA, actor and reference are two adapters over one set of weights. Without it the
+    With LoRA, actor and reference are two adapters over one set of weights, and a teacher may be a
+    third (``hf_teacher``). Without it the
     reference is a second set in CPU memory, which the forward pass is handed when it is asked for;
     the actor's own weights stay where they are.
 

@@ -33,6 +33,7 @@ from miniverl_dist.config.recipe import (
 )
 from miniverl_dist.config.roles import (
     NATIVE_TOKENIZERS,
+    BackboneTeacherConfig,
     HFStudentConfig,
     MegatronModelConfig,
     StudentConfig,
@@ -114,7 +115,8 @@ class RunConfig(ConfigModel):
         if teacher is None:
             return "there is no `teacher` section"
         if not isinstance(teacher.model, ToyModelConfig):
-            place = "a teacher behind `url`" if teacher.model is None else "an hf teacher"
+            kind = "" if teacher.model is None else teacher.model.kind
+            place = f"{_a(kind)} teacher" if kind else "a teacher behind `url`"
             return (
                 f"{place} is asked for scores only: as a policy, a teacher has to be a toy model "
                 "in this process"
@@ -153,6 +155,7 @@ class RunConfig(ConfigModel):
             self._stored_problem(),
             self._distill_problem(),
             self._teacher_text_problem(),
+            self._backbone_problem(),
         ):
             if problem:
                 raise ValueError(problem)
@@ -352,6 +355,26 @@ class RunConfig(ConfigModel):
                     "distill.support exact_full_vocab with memory.strategy swap would store the "
                     "whole vocabulary for every row: use top_k_tail, or resident"
                 )
+        return None
+
+    def _backbone_problem(self) -> str | None:
+        """A teacher over the student's backbone needs one that nobody trains, and its tokens."""
+        teacher, student = self.teacher, self.student.model
+        if teacher is None or not isinstance(teacher.model, BackboneTeacherConfig):
+            return None
+        where = "teacher.model.kind student_backbone"
+        if not isinstance(student, HFStudentConfig) or student.lora is None:
+            return (
+                f"{where} shares frozen weights, but the student trains its own: it goes with "
+                "student.model.kind hf and `lora`"
+            )
+        if teacher.tokenizer != self.student.tokenizer:
+            return (
+                f"{where} reads the student's ids, but teacher.tokenizer is {teacher.tokenizer!r} "
+                f"and student.tokenizer {self.student.tokenizer!r}: give both the same"
+            )
+        if self.memory.strategy == "swap":
+            return f"{where}: there is nothing to swap, memory.strategy must be auto or resident"
         return None
 
     def _teacher_text_problem(self) -> str | None:

@@ -143,7 +143,23 @@ class MegatronModelConfig(ConfigModel):
         return self
 
 
+class BackboneTeacherConfig(ConfigModel):
+    """The student's own frozen weights as the teacher: in memory once, for both.
+
+    Worth something where the teacher sees more than the student (``mode: privileged_context``), or
+    has an adapter that knows more.
+    """
+
+    kind: Literal["student_backbone"]
+    adapter: Path | None = None
+    """Folder with a LoRA adapter over the same weights, as ``export --format adapter`` writes it;
+    None teaches with the weights as they are without any."""
+
+
 ModelConfig = Annotated[ToyModelConfig | HFModelConfig, Field(discriminator="kind")]
+TeacherModelConfig = Annotated[
+    ToyModelConfig | HFModelConfig | BackboneTeacherConfig, Field(discriminator="kind")
+]
 StudentModelConfig = Annotated[
     ToyModelConfig | HFStudentConfig | MegatronModelConfig, Field(discriminator="kind")
 ]
@@ -222,7 +238,7 @@ class TeacherConfig(ConfigModel):
     """Stored sub-vocabulary of the tokenizer: the ids that a toy teacher behind ``url`` reads."""
     headers_file: Path | None = None
     """File with one ``Name: value`` header a line (secrets stay out of the config)."""
-    model: ModelConfig | None = None
+    model: TeacherModelConfig | None = None
     """The model to load in this process; required unless ``url`` is set."""
     fit: SftConfig | None = None
     """Toy teacher only: fit it on oracle traces before the run starts."""

@@ -54,6 +54,7 @@ def choose(
     estimate: Estimate,
     *,
     is_online: bool,
+    is_shared: bool = False,
     free_bytes: int | None = None,
 ) -> MemoryChoice:
     """The strategy of a run.
@@ -63,6 +64,7 @@ def choose(
         distill: Support decides whether the teacher can be let go.
         estimate: Of the run.
         is_online: Whether the student samples; stored episodes are asked about once.
+        is_shared: Whether the teacher's weights are the student's frozen ones, which stay anyway.
         free_bytes: Memory to plan with; None asks the config, then the machine.
 
     Raises:
@@ -76,6 +78,8 @@ def choose(
     fits = estimate.resident_bytes <= limit
     if memory.strategy != "auto":
         return MemoryChoice(memory.strategy, f"as the recipe says; {needed}")
+    if is_shared:
+        return MemoryChoice("resident", f"the teacher is the student's own backbone; {needed}")
     if distill.support == "exact_full_vocab":
         if not fits:
             raise ConfigError(

@@ -41,7 +41,7 @@ def tokenizer_folder(folder: Path, added: Any = QWEN_LIKE) -> Path:
     return folder
 
 
-def qwen_folder(folder: Path, vocab_size: int = 300) -> Path:
+def qwen_folder(folder: Path, vocab_size: int = 300, *, max_position_embeddings: int = 200) -> Path:
     """A random model for that tokenizer, with rows to spare."""
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -51,7 +51,7 @@ def qwen_folder(folder: Path, vocab_size: int = 300) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=200,
+        max_position_embeddings=max_position_embeddings,
         initializer_range=0.15,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from actors.teacher_side import breaker_events, client_limits, prefix_limits, teacher_scorer
+from actors.teacher_scoring import breaker_events, client_limits, prefix_limits, teacher_scorer
 from miniverl_dist.config.roles import BreakerConfig, TeacherConfig
 from miniverl_dist.errors import ServerUnavailableError
 from miniverl_dist.generate_api.breaker import BreakerLimits

@@ -176,7 +176,8 @@ class TestProblems:
             "r.yaml:5: teacher.model.pth: unknown key; did you mean `path`?",
         ]
         assert problems_of("extends: base.yaml\nteacher: {model: {kind: big}}") == [
-            "r.yaml:2: teacher.model.kind: found 'big', expected 'toy' or 'hf'"
+            "r.yaml:2: teacher.model.kind: found 'big', "
+            "expected 'toy' or 'hf' or 'student_backbone'"
         ]
         assert problems_of("name: x\nstudent: {}\nloop: {num_steps: 1}\ntasks: {split: tail}") == [
             "r.yaml:4: tasks.kind: missing, expected 'ids' or 'split'"
