@@ -5,6 +5,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV ?= .venv
 SGLANG_VENV ?= .venv-sglang
+TRACKING_VENV ?= .venv-tracking
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 RUNS ?= runs
@@ -13,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 STAMP := $(VENV)/.installed
 INPUTS := pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/install_bfcl.sh scripts/install_megatron.sh $(filter-out $(addprefix scripts/lock/,sglang.txt docs.txt tracking.txt small_models.txt),$(wildcard scripts/lock/*.txt))
 
-.PHONY: setup demo demo-sign demo-lookahead test test-slow test-gpu test-sglang test-all lint format type imports bench evidence docs build ci clean
+.PHONY: setup demo demo-sign demo-lookahead test test-slow test-gpu test-sglang test-tracking test-all lint format type imports bench evidence docs build ci clean
 
 setup: $(STAMP)
 
@@ -42,6 +43,10 @@ test-gpu: setup  ## for a machine with one GPU; says plainly what did not run
 test-sglang: setup  ## a real SGLang on the CPU, in an environment of its own (1.6 GB)
 	PYTHON='$(PYTHON)' SGLANG_VENV='$(SGLANG_VENV)' TORCH='$(TORCH)' TORCH_INDEX='$(TORCH_INDEX)' sh scripts/install_sglang.sh
 	SGLANG_VENV='$(SGLANG_VENV)' $(PYTEST) -m sglang -n0 -rs tests/sglang
+
+test-tracking: setup  ## the trackers' own libraries offline, in an environment of their own
+	VENV='$(VENV)' TRACKING_VENV='$(TRACKING_VENV)' sh scripts/install_tracking.sh
+	$(TRACKING_VENV)/bin/python -m pytest -n0 -rs tests/integration/test_tracking_offline.py
 
 test-all: test test-slow
 

@@ -280,12 +280,15 @@ def export(
         ExportForm,
         typer.Option("--format", help="hf: whole weights, adapters merged; adapter: LoRA alone."),
     ] = ExportForm.HF,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="STEP", help="Of the run; default: its newest.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's student as a folder that transformers, or peft, loads."""
     from actors.export import export_run
 
-    written = export_run(run, output, form.value)
+    written = export_run(run, output, form.value, checkpoint=checkpoint)
     if as_json:
         typer.echo(json.dumps({"result": written}))
         return

@@ -13,7 +13,7 @@ from miniverl_dist.backends.weights_io import VOCABULARY_FILE, read_json, read_t
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import HFEngineConfig, SGLangEngineConfig
 from miniverl_dist.config.roles import HFStudentConfig
-from miniverl_dist.errors import ConfigError, DeadlineError
+from miniverl_dist.errors import ConfigError, DeadlineError, MissingDependencyError
 from miniverl_dist.ports import WeightSnapshot
 from miniverl_dist.schemas.weights import NamedArrays, weights_checksum
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
@@ -54,22 +54,37 @@ async def hf_folder_engine(
     return await _filled(engine, tensors, config, stack)
 
 
+def deploy_server(config: RunConfig) -> SGLangEngineConfig:
+    """How the server of ``--deploy sglang`` is launched.
+
+    Raises:
+        MissingDependencyError: there is no SGLang where the recipe says.
+    """
+    own, served = config.rollout.engine, config.evaluation.deploy_engine
+    if served is None:
+        served = own if isinstance(own, SGLangEngineConfig) else SGLangEngineConfig(kind="sglang")
+    try:
+        require_engine(served)
+    except MissingDependencyError as error:
+        said = str(error).replace("rollout.engine", "evaluation.deploy_engine")
+        raise MissingDependencyError(f"--deploy sglang: {said}") from error
+    return served
+
+
 async def sglang_folder_engine(
     config: RunConfig, folder: Path, tokenizer: TokenizerLike, work_dir: Path, stack: AsyncExitStack
 ) -> Engine:
     """An SGLang server that holds the folder's weights; it ends with the stack.
 
     Raises:
-        ConfigError: an architecture that cannot be served; MissingDependencyError: no SGLang.
+        ConfigError: an architecture that cannot be served.
+        MissingDependencyError: see ``deploy_server``.
     """
     from rollout_server.engines.sglang import SGLangEngine
     from rollout_server.engines.sglang_server import SGLangLaunch
 
-    own = config.rollout.engine
-    served = own if isinstance(own, SGLangEngineConfig) else SGLangEngineConfig(kind="sglang")
-    require_engine(served)
     launch = SGLangLaunch(
-        served,
+        deploy_server(config),
         folder / CONFIG_FILE,
         work_dir,
         max_context_tokens=_longest(config),

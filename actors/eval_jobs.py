@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from actors.deployed import deploy_server
 from actors.eval_policies import (
     ForeignOptions,
     ForeignPolicies,
@@ -104,6 +105,8 @@ def check_request(request: EvaluationRequest, config: RunConfig) -> None:
         )
     if request.checkpoint is None:
         raise ConfigError("--deploy needs a checkpoint: give a RUN that has one, or --checkpoint")
+    if request.deploy == "sglang":
+        deploy_server(config)
 
 
 class EvaluationRun:

@@ -386,6 +386,9 @@ class EvaluationConfig(ConfigModel):
     baselines: tuple[Literal["teacher", "null", "oracle"], ...] = ("null",)
     """Other policies measured once before training."""
     max_concurrency: PositiveInt = 16
+    deploy_engine: SGLangEngineConfig | None = None
+    """The server of ``eval --deploy sglang``; None takes ``rollout.engine`` where that is SGLang,
+    and else an SGLang in this very environment."""
     doubtful_ids: tuple[str, ...] = ()
     """Tasks whose answer key is in doubt. They are played and counted like all others; tables show
     the share of tasks without doubt as the practical ceiling."""

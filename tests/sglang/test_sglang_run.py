@@ -7,9 +7,7 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,73 +17,32 @@ import pytest
 from actors import launch
 from actors.single import SingleActor
 from miniverl_dist.config.load import load_config
-from miniverl_dist.config.serve import SglangLaunch
 from miniverl_dist.generate_api.wire import GenerateReply, GenerateRequest
 from miniverl_dist.observability.progress import SilentProgress
 from miniverl_dist.schemas.trajectory import Trajectory
 from miniverl_dist.tokens.load import load_tokenizer
 from rollout_server.engines.base import Engine
 from rollout_server.engines.sglang import SGLangEngine
-from teacher_server.launch_sglang import sglang_teacher
 from tests.support.hf_models import tiny_architecture, write_hf_model
 from tests.support.processes import are_gone
 from tests.support.requirements import require_megatron
 from tests.support.sglang_engine import OVERLAY, sglang_python
+from tests.support.sglang_server import sglang_server
 
 require_megatron()
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 RECIPE = Path(__file__).parents[1] / "fixtures" / "tiny_sglang.yaml"
-ENV = {"PYTHONPATH": str(OVERLAY), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def teacher_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that reads DeepSeek's ids, in a thread's own event loop."""
+    """A server that reads DeepSeek's ids."""
     folder = tmp_path_factory.mktemp("teacher")
     vocab_size = load_tokenizer("deepseek-v4").vocab_size
-    write_hf_model(tiny_architecture("qwen3", vocab_size), folder / "model", seed=7)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    config = SglangLaunch.model_validate(
-        {
-            "python": sglang_python(),
-            "model": str(folder / "model"),
-            "port": port,
-            "device": "cpu",
-            "dtype": "float32",
-            "max_total_tokens": 4000,
-            "max_running_requests": 8,
-            "log_file": folder / "server.log",
-            "env": ENV | {"SGLANG_USE_CPU_ENGINE": "1"},
-            "extra_args": {"attention-backend": "torch_native", "skip-tokenizer-init": True},
-        }
-    )
-    started, ended, found = threading.Event(), asyncio.Event(), list[str | BaseException]()
-    loop = asyncio.new_event_loop()
-
-    async def serve() -> None:
-        async with sglang_teacher(config, "tiny-teacher") as teacher:
-            found.append(teacher.url)
-            started.set()
-            await ended.wait()
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(serve())
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            found.append(error)
-            started.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert started.wait(300)
-        if isinstance(found[0], BaseException):
-            raise found[0]
-        yield found[0]
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(60)
+    model = write_hf_model(tiny_architecture("qwen3", vocab_size), folder / "model", seed=7)
+    options = {"skip-tokenizer-init": True}
+    with sglang_server(model, folder / "server.log", "tiny-teacher", **options) as url:
+        yield url
 
 
 class Killed:
