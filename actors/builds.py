@@ -15,7 +15,8 @@ from actors.hf_files import base_sha256, prepare_hf_student, require_same_base
 from actors.memory_estimate import hf_student_bytes
 from actors.preflight import require_rows
 from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE
-from actors.warm_start import taken_over_weights
+from actors.warm_start import taken_over
+from actors.warm_start_hf import start_hf
 from miniverl_dist.backends.base import StudentBackend
 from miniverl_dist.backends.distilled import RowLoss
 from miniverl_dist.backends.megatron.architecture import read_architecture
@@ -141,8 +142,8 @@ def _toy_student(
         seed=_student_seed(config),
         rows=rows,
     )
-    if (start := taken_over_weights(run_dir)) is not None:
-        toy.load_weights(start.weights)
+    if (start := taken_over(run_dir)) is not None:
+        toy.load_weights(load_toy_folder(start).weights)
     return toy
 
 
@@ -156,7 +157,7 @@ def _hf_student(
     from miniverl_dist.backends.hf import HFBackend
 
     _verified_student(run_dir)
-    return HFBackend(
+    student = HFBackend(
         model,
         tokenizer.vocab_size,
         TokenizerIdentity(tokenizer.name, tokenizer.fingerprint),
@@ -167,6 +168,9 @@ def _hf_student(
         base_sha256=base_sha256(run_dir),
         rows=rows,
     )
+    if (start := taken_over(run_dir)) is not None:
+        start_hf(student, start)
+    return student
 
 
 def build_backbone_teacher(config: RunConfig, tokenizer: TokenizerLike) -> BackboneTeacher | None:

@@ -92,7 +92,7 @@ async def sglang_folder_engine(
     )
     engine = SGLangEngine(
         launch,
-        folder_vocabulary(folder, tokenizer),
+        _served_rows(folder, tokenizer),
         name=f"sglang:{folder.name}",
         request_deadline_s=config.deadlines.generate_s,
     )
@@ -116,6 +116,19 @@ def folder_vocabulary(folder: Path, tokenizer: TokenizerLike) -> AnyVocabulary:
             "run has declared: evaluate it with that run"
         )
     return Vocabulary(ids)
+
+
+def _served_rows(folder: Path, tokenizer: TokenizerLike) -> AnyVocabulary:
+    """A server samples from every row of the embedding, padding included.
+
+    What is measured is what others will get: padding has the probability that its weights give it.
+    """
+    from miniverl_dist.backends.vocabulary import FullVocabulary
+
+    declared = folder_vocabulary(folder, tokenizer)
+    if not isinstance(declared, FullVocabulary):
+        return declared
+    return FullVocabulary(int(read_json(folder / CONFIG_FILE)["vocab_size"]))
 
 
 async def _filled(

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from actors.student_side import STUDENT_VOCABULARY_FILE
 from actors.teacher_side import TEACHER_FOLDER, TEACHER_SEAL_FILE, TEACHER_VOCABULARY_FILE
+from actors.warm_start_hf import is_adapter, start_files
 from miniverl_dist.backends.weights_io import (
     MODEL_FILE,
     VOCABULARY_FILE,
@@ -26,7 +27,7 @@ from miniverl_dist.backends.weights_io import (
 )
 from miniverl_dist.config.load import load_run_config
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.roles import TeacherConfig, ToyModelConfig
+from miniverl_dist.config.roles import HFStudentConfig, TeacherConfig, ToyModelConfig
 from miniverl_dist.errors import CheckpointError, ConfigError, TokenizerMismatchError
 from miniverl_dist.observability.run_dir import CHECKPOINT_MARKER, CHECKPOINTS, MANIFEST
 from miniverl_dist.schemas.run_state import CheckpointFile
@@ -39,6 +40,13 @@ WARM_START_SEAL_FILE: Final = "warm-start.json"
 """Checksums of the weights taken over; written last."""
 PROVENANCE_FILE: Final = "provenance.json"
 _STUDENT_FILES: Final = (MODEL_FILE, VOCABULARY_FILE, WEIGHTS_FILE)
+_WEIGHTS_FILES: Final = (
+    WEIGHTS_FILE,
+    "weights.safetensors",
+    "adapter.safetensors",
+    "adapter_model.safetensors",
+)
+"""Of toy and hf checkpoints, and of an adapter's folder."""
 _ARCHITECTURE: Final = ("num_layers", "hidden_size", "num_heads", "ffn_size")
 _TEACHER_FIELDS: Final = ("tokenizer", "mode", "rendering", "model", "fit")
 
@@ -60,7 +68,11 @@ def require_warm_start(config: RunConfig) -> None:
         TokenizerMismatchError: it holds ids of another tokenizer.
     """
     if config.student.warm_start is not None:
-        _matching(config, _student_source(config.student.warm_start))
+        source = _student_source(config.student.warm_start)
+        if isinstance(config.student.model, HFStudentConfig):
+            start_files(config, config.student.model, source.folder)
+        else:
+            _matching(config, source)
     if config.teacher is not None and config.teacher.fitted is not None:
         _check_same_fit(config, config.teacher, config.teacher.fitted)
 
@@ -74,19 +86,23 @@ def take_over_student(config: RunConfig, run_dir: Path) -> None:
     seal_file, folder = run_dir / WARM_START_SEAL_FILE, run_dir / WARM_START_FOLDER
     if config.student.warm_start is None or seal_file.exists():
         return
-    source = _student_source(config.student.warm_start)
-    _, vocabulary = _matching(config, source)
+    source, vocabulary = _student_source(config.student.warm_start), None
+    if isinstance(config.student.model, HFStudentConfig):
+        names = start_files(config, config.student.model, source.folder)
+    else:
+        names, vocabulary = _STUDENT_FILES, _matching(config, source)[1]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name in _STUDENT_FILES:
+    for name in names:
         shutil.copyfile(source.folder / name, folder / name)
     write_json(folder / PROVENANCE_FILE, source.provenance)
-    vocabulary.save(run_dir / STUDENT_VOCABULARY_FILE)
+    if vocabulary is not None:
+        vocabulary.save(run_dir / STUDENT_VOCABULARY_FILE)
     commits.seal(folder, seal_file)
 
 
-def taken_over_weights(run_dir: Path) -> ToyFolder | None:
-    """The student that the run was started from; None where it was drawn from the seed.
+def taken_over(run_dir: Path) -> Path | None:
+    """Folder of the student that the run was started from; None where it starts from its own.
 
     Raises:
         CheckpointError, ChecksumError: it has been damaged since.
@@ -94,7 +110,7 @@ def taken_over_weights(run_dir: Path) -> ToyFolder | None:
     if not (run_dir / WARM_START_SEAL_FILE).exists():
         return None
     commits.verify_seal(run_dir / WARM_START_FOLDER, run_dir / WARM_START_SEAL_FILE)
-    return load_toy_folder(run_dir / WARM_START_FOLDER)
+    return run_dir / WARM_START_FOLDER
 
 
 def provenance(run_dir: Path) -> dict[str, Any] | None:
@@ -144,18 +160,22 @@ def _student_source(path: Path) -> _Source:
                 "policy_version": manifest.state.policy_version,
             },
         )
+    if is_adapter(path):
+        found = _weights_sha256(commits.describe_files(path))
+        return _Source(path, {"kind": "adapter", "name": None, "weights_sha256": found})
     missing = [name for name in _STUDENT_FILES if not (path / name).is_file()]
     if missing:
         raise ConfigError(
             f"student.warm_start: {path} is no run, no checkpoint and no folder of a student "
-            f"(found no {MANIFEST}, no {CHECKPOINT_MARKER}, no {missing[0]})"
+            f"or adapter (found no {MANIFEST}, no {CHECKPOINT_MARKER}, no {missing[0]}); whole "
+            "weights of an hf student are named as student.model.path"
         )
     found = _weights_sha256(commits.describe_files(path))
     return _Source(path, {"kind": "student", "name": None, "weights_sha256": found})
 
 
 def _weights_sha256(files: Iterable[CheckpointFile]) -> str | None:
-    return next((file.sha256 for file in files if file.path == WEIGHTS_FILE), None)
+    return next((file.sha256 for file in files if file.path in _WEIGHTS_FILES), None)
 
 
 def _matching(config: RunConfig, source: _Source) -> tuple[ToyFolder, SubVocabulary]:
@@ -163,8 +183,8 @@ def _matching(config: RunConfig, source: _Source) -> tuple[ToyFolder, SubVocabul
     model = config.student.model
     if not isinstance(model, ToyModelConfig):
         raise ConfigError(
-            f"student.warm_start: a {model.kind} student takes its weights from `student.model`: "
-            "export the checkpoint, and name the folder there"
+            f"student.warm_start: a {model.kind} student takes its weights from "
+            "`student.model.weights`: export the checkpoint, and name the folder there"
         )
     found = load_toy_folder(source.folder)
     for name in _ARCHITECTURE:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from miniverl_dist.backends.accumulated import (
     SUMS,
@@ -220,6 +221,29 @@ class HFBackend:
         self.student.check(values)
         self.student.take(values)
         self._optimizer.take_weights()
+
+    def start_from(self, directory: Path, policy_version: int) -> None:
+        """Take the actor's weights or adapter of a checkpoint, and nothing else of it.
+
+        Raises:
+            CheckpointError, TokenizerMismatchError: see ``HFCheckpoint.read``.
+        """
+        _, weights = self._checkpoint.read_actor(directory, policy_version)
+        self._begin_with(weights)
+
+    def start_from_adapter(self, factors: Mapping[str, Tensor]) -> None:
+        """Begin with an adapter of the actor's own form.
+
+        Raises:
+            CheckpointError: of another form.
+        """
+        self.student.check(factors)
+        self._begin_with(factors)
+
+    def _begin_with(self, weights: Mapping[str, Tensor]) -> None:
+        self.student.take(weights)
+        self._optimizer.take_weights()
+        self.student.freeze_reference()
 
     def save(self, directory: Path) -> None:
         """See ``StudentBackend``."""
