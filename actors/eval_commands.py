@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from miniverl_dist.schemas.evaluation import TailCalls
 
 RUNS: Final = Path("runs")
+_SETTINGS: Final = ("evaluation.", "rollout.", "deadlines.", "tasks.")
+"""Fields of a run that another evaluation may set otherwise."""
 
 
 class Calls(StrEnum):
@@ -70,7 +73,8 @@ Model = Annotated[
     str | None, typer.Option(help="openai: the model's name, where the server has several.")
 ]
 CallForm = Annotated[
-    Calls, typer.Option(help="openai: structured tool calls, or our wire format as text.")
+    Calls | None,
+    typer.Option(help="openai: structured tool calls (default), or our wire format as text."),
 ]
 Reasoning = Annotated[
     Thinking | None, typer.Option(help="openai: reason first or not; default: the server's.")
@@ -96,7 +100,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     deploy: DeployOn = None,
     tail_calls: Horizon = None,
     model: Model = None,
-    calls: CallForm = Calls.TOOLS,
+    calls: CallForm = None,
     thinking: Reasoning = None,
     headers_file: HeadersFile = None,
     max_new_tokens: MaxNewTokens = None,
@@ -119,10 +123,15 @@ def evaluate(  # noqa: PLR0913 - the options of a command
         checkpoint = _checkpoint(source, checkpoint)
     elif "student" in names or deploy is not None:
         checkpoint = newest
+    given = {"--model": model, "--calls": calls, "--thinking": thinking}
+    _require_asked(given, names, ("openai:",))
+    _require_asked({"--headers-file": headers_file}, names, ("openai:", "sglang:"))
+    served = ("hf:", "openai:", "sglang:", "teacher") + (("student",) if deploy else ())
+    _require_asked({"--max-new-tokens": max_new_tokens}, names, served)
     foreign = ForeignOptions(
         model=model,
         headers_file=headers_file,
-        calls=calls.value,
+        calls=(calls or Calls.TOOLS).value,
         thinking=None if thinking is None else thinking is Thinking.ON,
         max_new_tokens=max_new_tokens,
     )
@@ -131,6 +140,18 @@ def evaluate(  # noqa: PLR0913 - the options of a command
         chosen = "hf" if deploy is Deploy.HF else "sglang"
     request = _request(loaded, names, checkpoint, _tail_calls(tail_calls), foreign, chosen)
     _measure(loaded, request, folder, as_json=as_json)
+
+
+def _require_asked(
+    given: Mapping[str, object], policies: Sequence[str], kinds: tuple[str, ...]
+) -> None:
+    """Raise where an option was given that none of the policies would look at."""
+    for option, value in given.items():
+        if value is not None and not any(policy.startswith(kinds) for policy in policies):
+            raise ConfigError(
+                f"{option} has no effect on {', '.join(policies)}: it goes with --policy "
+                f"{' or '.join(kinds)}"
+            )
 
 
 def _request(
@@ -182,11 +203,24 @@ def _tail_calls(text: str | None) -> TailCalls | None:
 
 
 def _checkpoint(source: Path, given: Path) -> Path:
-    """A checkpoint by its path, or by its name within the run."""
-    from miniverl_dist.observability.run_dir import CHECKPOINTS
+    """A checkpoint by its path, by its name or step within the run, or the newest of a run.
 
-    within = source / CHECKPOINTS / given
-    return within if not given.exists() and within.is_dir() else given
+    Raises:
+        ConfigError: there is none.
+    """
+    from miniverl_dist.observability.run_dir import CHECKPOINT_MARKER, CHECKPOINTS
+    from miniverl_dist.training.checkpoint import list_checkpoints, newest_checkpoint
+
+    name = f"step-{int(given.name):06d}" if given.name.isdecimal() else given.name
+    if (within := source / CHECKPOINTS / name).is_dir() and not given.exists():
+        return within
+    if (given / CHECKPOINT_MARKER).is_file():
+        return given
+    if (newest := newest_checkpoint(given / CHECKPOINTS)) is not None:
+        return newest
+    kept = ", ".join(path.name for path in list_checkpoints(source / CHECKPOINTS))
+    found = f"{source} has {kept}" if kept else "name the path of one, RUN/checkpoints/STEP"
+    raise ConfigError(f"--checkpoint {given}: there is no such checkpoint; {found}")
 
 
 def evaluation_source(
@@ -200,11 +234,22 @@ def evaluation_source(
     if not source.is_dir():
         loaded = load_config(source, override or [])
         return loaded, None, _evaluation_folder(loaded)
-    if override:
-        raise ConfigError("overrides apply to a recipe; a run keeps the config it started with")
-    loaded = load_run_config(source)
+    _require_settings(override or [])
+    loaded = load_run_config(source, override or [])
     checkpoints = list_checkpoints(source / CHECKPOINTS)
-    return loaded, checkpoints[-1] if checkpoints else None, source
+    # A run keeps the config it started with: rows under another one go elsewhere.
+    folder = _evaluation_folder(loaded) if override else source
+    return loaded, checkpoints[-1] if checkpoints else None, folder
+
+
+def _require_settings(override: list[str]) -> None:
+    """Raise unless a run's policies can be measured under these overrides."""
+    for text in override:
+        if not text.startswith(_SETTINGS):
+            raise ConfigError(
+                f"-o {text.partition('=')[0]}: a run is measured as the model that it trained; "
+                f"what can be overridden is how: {', '.join(name + '*' for name in _SETTINGS)}"
+            )
 
 
 def _evaluation_folder(loaded: LoadedConfig) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -21,6 +22,7 @@ from actors.preflight import (
 )
 from actors.running import ActorFactory, Running
 from actors.single import SingleActor
+from actors.student_side import STUDENT_VOCABULARY_FILE, has_declared_vocabulary
 from actors.tracking import require_trackers
 from actors.warm_start import require_warm_start
 from miniverl_dist import __version__
@@ -148,8 +150,21 @@ def evaluate_request(
     if needs_student(request) and request.checkpoint is None:
         progress.message("note: no checkpoint given, the student is evaluated untrained")
     with _evaluation_run(config, output) as run:
+        if request.checkpoint is not None:
+            _take_vocabulary(config, request.checkpoint, output)
         running = Running(config, run, progress, _actor_of(config))
         return asyncio.run(_interruptible(running.evaluate(request)))
+
+
+def _take_vocabulary(config: LoadedConfig, checkpoint: Path, output: Path) -> None:
+    """Read the checkpoint with the vocabulary of its own run, not with what this config declares.
+
+    Other horizons or tasks would declare other ids.
+    """
+    own = checkpoint.parent.parent / STUDENT_VOCABULARY_FILE
+    target = output / STUDENT_VOCABULARY_FILE
+    if has_declared_vocabulary(config.config) and own.is_file() and not target.exists():
+        shutil.copyfile(own, target)
 
 
 def _train(

@@ -6,14 +6,15 @@ set -eu
 usage() {
     cat <<'TEXT'
 usage: scripts/submit.sh CONFIG [options] [-- ARGUMENTS OF train]
-       scripts/submit.sh CONFIG --eval [options] -- ARGUMENTS OF eval
+       scripts/submit.sh CONFIG|RUN --eval [options] -- ARGUMENTS OF eval
        scripts/submit.sh --resume RUN [options]
 
   --address URL        the cluster's job server, for instance http://127.0.0.1:8265
                        (default: $RAY_API_SERVER_ADDRESS, then $RAY_ADDRESS)
   --run-dir DIR        run directory, on storage that all nodes share
                        (default: $MINIVERL_RUNS/SUBMISSION-ID)
-  --eval               evaluate instead of training; after --, for instance --policy teacher
+  --eval               evaluate instead of training; after --, for instance --policy teacher.
+                       RUN, an absolute path on the nodes, is measured where it lies
   --resume RUN         continue the run in this directory instead of starting one
   --submission-id ID   the job's name (default: the recipe's name and the time)
   --python PROGRAM     Python on the nodes (default: python)
@@ -84,6 +85,16 @@ done
 [ -z "$config" ] || [ -z "$resume" ] || fail "--resume keeps the run's own config: leave $config out"
 [ -z "$resume" ] || [ -z "$is_eval" ] || fail "--resume continues a training run: leave --eval out"
 [ -z "$resume" ] || [ $# -eq 0 ] || fail "--resume takes no arguments of train: $*"
+if [ -n "$is_eval" ]; then
+    case " $* " in
+    *' --policy'* | *' --deploy'*) ;;
+    *) fail "--eval needs a policy: add for instance -- --policy student" ;;
+    esac
+    # Recipes lie in the checkout, runs on storage that this machine may not even see.
+    case $config in
+    /*) [ -f "$config" ] || { resume=$config && config=''; } ;;
+    esac
+fi
 case $stop_wait in '' | *[!0-9]*) fail "--stop-wait $stop_wait: expected whole seconds" ;; esac
 case $max_mib in '' | *[!0-9]*) fail "--max-mib $max_mib: expected a whole number" ;; esac
 # Ray would start a cluster of its own where it finds none.
@@ -123,7 +134,9 @@ submission_id=$(value submission_id)
 run_dir=$(value run_dir)
 echo "submission id: $submission_id"
 echo "run directory: $run_dir"
-if [ -n "$resume" ]; then
+if [ -n "$resume" ] && [ -n "$is_eval" ]; then
+    set -- "$node_python" -m actors.launch eval "$run_dir" "$@"
+elif [ -n "$resume" ]; then
     set -- "$node_python" -m actors.launch resume "$run_dir"
 elif [ -n "$is_eval" ]; then
     # The same command on the same run directory plays only what is missing.

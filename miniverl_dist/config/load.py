@@ -130,11 +130,16 @@ def _layers(path: Path, overrides: Sequence[str]) -> _Layers:
     return layers
 
 
-def load_run_config(run_dir: Path) -> LoadedConfig:
+def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The config that a run directory was started with, checked against its manifest.
 
+    Args:
+        run_dir: Of the run.
+        overrides: ``key.path=value`` on top: another config then, for an evaluation of its own.
+
     Raises:
-        ConfigError: not a run directory, or not the config that the manifest's digest names.
+        ConfigError: not a run directory, or not the config that the manifest's digest names; an
+            override that does not fit.
         RecordError: the manifest or a saved form is missing or unreadable.
     """
     run = RunDirectory.open(run_dir)
@@ -158,6 +163,10 @@ def load_run_config(run_dir: Path) -> LoadedConfig:
             f"{path}: found digest {resolved.digest[:12]}, expected {str(recorded)[:12]} as in "
             f"{MANIFEST}: the file was edited, or the run was made by another version"
         )
+    if overrides:
+        for override in overrides:
+            layers.add_override(override)
+        return _validated(layers, path, run.read_bytes(CONFIG_SUBMITTED))
     written = parse_yaml(run.read_bytes(CONFIG_VALIDATED), str(run_dir / CONFIG_VALIDATED))
     return LoadedConfig(resolved.config, resolved.digest, written.data, resolved.submitted, run_dir)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from actors import launch
+from actors.cli import app
 from miniverl_dist.config.load import LoadedConfig, load_config
 from miniverl_dist.errors import ChecksumError, ConfigError, ResumeError
 from miniverl_dist.observability.progress import SilentProgress
@@ -73,6 +76,25 @@ def test_a_checkpoint_of_another_run_is_named_as_such(run: Path, tmp_path: Path)
     ]
     assert len(both) == len(tags) + 1
     assert evaluate(recipe(), run, "student", checkpoint=foreign) == both
+
+
+def test_a_run_is_measured_under_other_settings_in_a_folder_of_its_own(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    options = ["-o", "evaluation.temperature=0", "-o", "evaluation.tail_calls=2", "--json"]
+    called = CliRunner().invoke(app, ["eval", str(run), "--policy", "student", *options])
+    assert called.exit_code == 0, called.stderr
+    result = json.loads(called.stdout.splitlines()[-1])["result"]
+    assert result["temperature"] == 0
+    assert [(row["tail_calls"], row["policy_version"]) for row in result["rows"]] == [(2, 2)]
+    # Another horizon could declare other ids: the run's own vocabulary is the checkpoint's.
+    assert "declaring the student's vocabulary" not in called.stdout
+    folder = tmp_path / "runs" / "tiny_bfcl-eval"
+    own = (folder / "student-vocabulary.json").read_bytes()
+    assert own == before["student-vocabulary.json"]
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
 
 
 def test_a_horizon_that_no_task_has_is_refused(run: Path) -> None:

@@ -256,6 +256,31 @@ class TestCommands:
         assert code == 2
         assert "is not a run directory" in err
 
-    def test_overrides_do_not_apply_to_a_run(self, run: Path) -> None:
-        code, _, err = call("eval", run, "--policy", "null", "-o", "seed=4")
-        assert (code, err.split(";")[0]) == (2, "error: overrides apply to a recipe")
+    def test_a_run_is_measured_as_the_model_that_it_trained(self, run: Path) -> None:
+        code, _, err = call("eval", run, "--policy", "null", "-o", "student.tokenizer=x")
+        assert (code, err.split(";")[0]) == (
+            2,
+            "error: -o student.tokenizer: a run is measured as the model that it trained",
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            (("--calls", "text"), "--calls"),
+            (("--thinking", "on"), "--thinking"),
+            (("--model", "x"), "--model"),
+            (("--headers-file", "nowhere"), "--headers-file"),
+            (("--max-new-tokens", "9"), "--max-new-tokens"),
+        ],
+    )
+    def test_an_option_that_no_policy_looks_at_is_refused(
+        self, run: Path, options: tuple[str, ...], named: str
+    ) -> None:
+        code, _, err = call("eval", run, "--policy", "null", *options)
+        assert code == 2
+        assert f"{named} has no effect on null: it goes with --policy" in err
+
+    def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(self, run: Path) -> None:
+        code, _, err = call("eval", run, "--policy", "student", "--checkpoint", "step-000099")
+        assert code == 2
+        assert "--checkpoint step-000099: there is no such checkpoint; " in err

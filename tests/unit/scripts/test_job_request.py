@@ -175,6 +175,12 @@ class TestScript:
         entrypoint = ["python", "-m", "actors.launch", "eval", "tests/fixtures/tiny_bfcl.yaml"]
         assert sent[sent.index("--") + 1 :] == [*entrypoint, "--output", "/shared/run", *asked]
 
+    def test_an_evaluation_of_a_run_where_it_lies(self, tmp_path: Path) -> None:
+        asked = ("--policy", "student", "--checkpoint", "step-000010")
+        _, sent, _ = submit("/shared/run", "--eval", *LOCAL, "--", *asked, home=tmp_path)
+        entrypoint = ["python", "-m", "actors.launch", "eval", "/shared/run"]
+        assert sent[sent.index("--") + 1 :] == [*entrypoint, *asked]
+
     def test_defaults(self, tmp_path: Path) -> None:
         said, sent, _ = submit(
             CONFIG, *LOCAL, home=tmp_path, MINIVERL_RUNS="/shared", RAY_ADDRESS="http://other:1"
@@ -225,6 +231,7 @@ class TestScript:
             ((CONFIG, *LOCAL, "--resume", "/a"), "leave"),
             (("--resume", "/a", *LOCAL, "--eval"), "leave --eval out"),
             (("--resume", "/a", *LOCAL, "--", "-o", "seed=1"), "takes no arguments"),
+            ((CONFIG, *LOCAL, *RUN, "--eval"), "--eval needs a policy"),
             ((CONFIG, *LOCAL, *RUN, "--stop-wait", "soon"), "expected whole seconds"),
             ((CONFIG, *LOCAL, *RUN, "--env", "A"), "expected NAME=VALUE"),
             ((CONFIG, *LOCAL, *RUN, "--max-mib", "0"), "at most 0 are expected"),
