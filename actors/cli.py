@@ -299,7 +299,7 @@ serve = typer.Typer(cls=Commands, help="Serve one role of a run by itself.", no_
 app.add_typer(serve, name="serve")
 app.add_typer(cache, name="cache")
 app.command("eval")(evaluate)
-app.command("compare-evals")(compare_evals)
+app.command("compare-evals", hidden=True)(compare_evals)
 
 
 @serve.command("teacher")

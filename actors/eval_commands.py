@@ -110,7 +110,8 @@ def evaluate(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Evaluate policies on the evaluation tasks of a recipe or run.
 
-    Started again, an evaluation that was cut off plays only what is missing.
+    Started again, an evaluation that was cut off plays only what is missing. `eval compare A B`
+    sets two evaluations beside each other.
     """
     from actors.eval_policies import ForeignOptions
 
@@ -181,6 +182,9 @@ def _measure(
     progress = JsonProgress(sys.stdout) if as_json else progress_for(sys.stderr)
     try:
         report = launch.evaluate_request(loaded, request, output=folder, progress=progress)
+    except KeyboardInterrupt:
+        progress.message(f"stopped: played episodes are in {folder}, the same command goes on")
+        raise
     finally:
         progress.close()
     write_report(folder)
