@@ -100,7 +100,8 @@ class RayServer:
         """See `RemoteServer.is_alive`."""
         try:
             call = remote(self._actor.ping.remote(), self.url, EngineLostError)
-            await asyncio.wait_for(call, self._ping_s)
+            async with asyncio.timeout(self._ping_s):
+                await call
         except (EngineLostError, TimeoutError):
             return False
         return True

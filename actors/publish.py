@@ -151,7 +151,8 @@ class RayWeightStore:
         self._has_joiner.clear()
         try:
             # Freed by `admit`, when an engine has been restarted.
-            await asyncio.wait_for(self._has_joiner.wait(), self._deadline_s / 2)
+            async with asyncio.timeout(self._deadline_s / 2):
+                await self._has_joiner.wait()
         except TimeoutError as error:
             raise PublishError(
                 f"no engine to publish policy version {policy_version} to, and none came back "

@@ -110,7 +110,8 @@ class RolloutPool(Generic[HostT]):
             index, host = await self._host(assignment.ticket)
             try:
                 # Waits for the episode; the host's own deadlines bound its turns.
-                return await asyncio.wait_for(host.play(kind, assignment, member), self._deadline_s)
+                async with asyncio.timeout(self._deadline_s):
+                    return await host.play(kind, assignment, member)
             except EngineLostError as error:
                 self._lose(index, host, str(error))
             except TimeoutError:

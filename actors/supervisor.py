@@ -42,7 +42,8 @@ async def started_within(
     """
     try:
         # Waits for the actor's process and its model to come up.
-        return await asyncio.wait_for(work, deadline_s)
+        async with asyncio.timeout(deadline_s):
+            return await work
     except TimeoutError as error:
         raise lost(
             f"{who} did not start within {deadline_s:g} s (cluster.start_deadline_s)"

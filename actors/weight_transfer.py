@@ -297,7 +297,8 @@ class WeightTransfer:
         async def ask(engine: RemoteEngine) -> None:
             try:
                 # Waits for the engine; freed by its answer, its death, or the limit.
-                await asyncio.wait_for(call(engine), limit_s)
+                async with asyncio.timeout(limit_s):
+                    await call(engine)
             except TimeoutError:
                 self.failed[engine.name] = (
                     f"did not {doing} within {limit_s:.3g} s of {self.deadline_s:g} s "

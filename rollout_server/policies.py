@@ -107,7 +107,8 @@ class EnginePolicy:
         )
         try:
             # Waits for the engine's slots; freed by running requests that finish.
-            reply = await asyncio.wait_for(self._engine.generate(request), self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):
+                reply = await self._engine.generate(request)
         except TimeoutError as error:
             raise DeadlineError(
                 f"engine {self._engine.name} gave no reply in {self._deadline_s} s "

@@ -76,7 +76,8 @@ class DirectWeightStore:
         """None when confirmed, else why not."""
         try:
             # Waits for the engine's running requests; freed when they finish.
-            found = await asyncio.wait_for(engine.load_weights(snapshot), self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):
+                found = await engine.load_weights(snapshot)
         except TimeoutError:
             return f"no confirmation within {self._deadline_s} s (deadlines.publish_s)"
         except MiniverlError as error:

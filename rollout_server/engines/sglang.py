@@ -223,7 +223,8 @@ class SGLangEngine:
             # Again, for requests that were on their way when the server was told.
             await self._server.control.abort_all()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), ABORT_INTERVAL_S)
+                async with asyncio.timeout(ABORT_INTERVAL_S):
+                    await self._quiet.wait()
 
     def _check_usable(self) -> None:
         if self._is_closed:
