@@ -25,11 +25,16 @@ from miniverl_dist.config.roles import HFStudentConfig
 from miniverl_dist.errors import ConfigError, MiniverlError
 from miniverl_dist.lab.arms_table import markdown_table
 from miniverl_dist.observability.run_dir import CHECKPOINTS
+from miniverl_dist.reporting.evaluation import difference
+from miniverl_dist.schemas.evaluation import EvaluationRow
 from miniverl_dist.training.checkpoint import newest_checkpoint
+from scripts.step_chart import Panel, step_chart
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 CONFIG: Final = ROOT / "configs" / "cpu_smollm2_gemma3.yaml"
 DOCUMENT: Final = ROOT / "docs" / "small_models.md"
+CHART: Final = "small_models.svg"
+PLOTTED: Final = "Reward, pass rate and reverse KL over the steps"
 COMMAND: Final = "python -m scripts.small_models"
 RUN: Final = "run"
 AT_START: Final = "step-000000"
@@ -84,6 +89,8 @@ def main() -> None:
         if not arguments.write:
             run_all(arguments.config, arguments.output)
         arguments.document.write_text(document(arguments.output))
+        if metrics := read_lines(arguments.output / RUN / "metrics.jsonl"):
+            arguments.document.with_name(CHART).write_text(chart(metrics))
     except MiniverlError as error:
         sys.exit(f"error: {error}")
     print(f"wrote {arguments.document}")
@@ -165,7 +172,7 @@ def document(output: Path) -> str:
         return "\n\n".join(parts) + "\n"
     parts += ["## Before and after", bits_table(bits), rewards_table(rows)]
     parts += ["## What this shows", conclusion(bits, rows), LIMITS]
-    parts += ["## Step by step", steps_table(metrics)]
+    parts += ["## Step by step", f"![{PLOTTED}]({CHART})", steps_table(metrics)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -263,17 +270,42 @@ def conclusion(bits: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str
 
 
 def _reward_line(warm: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Whether the pass rate moved by more than its interval allows."""
-    if after["pass_low"] > warm["pass_high"]:
-        verdict = "The pass rate rose beyond both intervals"
-    elif after["pass_high"] < warm["pass_low"]:
-        verdict = "The pass rate fell beyond both intervals"
+    """Whether the pass rate moved by more than the interval of the difference allows."""
+    sides = [EvaluationRow.model_validate_json(json.dumps(row)) for row in (after, warm)]
+    found = difference(*sides, WARM)
+    how = "paired by task" if found.is_paired else "of two independent samples"
+    if found.low > 0:
+        verdict = "The pass rate rose"
+    elif found.high < 0:
+        verdict = "The pass rate fell"
     else:
-        verdict = "No change of the pass rate is shown: the intervals overlap"
+        verdict = "No change of the pass rate is shown"
     return (
-        f"* {verdict} ({warm['pass_rate']:.2f} after the warm-up, {after['pass_rate']:.2f} at the "
-        f"end). Reward: {warm['reward_mean']:.3f}, then {after['reward_mean']:.3f}."
+        f"* {verdict}: {warm['pass_rate']:.2f} after the warm-up, {after['pass_rate']:.2f} at the "
+        f"end, {found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}] {how}, over "
+        f"{after['num_tasks']} tasks: few, for an interval by task. Reward: "
+        f"{warm['reward_mean']:.3f}, then {after['reward_mean']:.3f}."
     )
+
+
+def chart(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Reward, pass rate and reverse KL of the training episodes."""
+
+    def curve(name: str) -> list[float | None]:
+        return [m.get(name) for m in metrics]
+
+    distances = curve("reverse_kl_mean")
+    high = max((value for value in distances if value is not None), default=1.0)
+    panels = [
+        Panel(
+            "training episodes",
+            [("reward", curve("reward_mean")), ("pass", curve("pass_rate"))],
+            0,
+            1,
+        ),
+        Panel("reverse KL, nats a token", [("student - teacher", distances)], 0, round(high, 1)),
+    ]
+    return step_chart([m["step"] for m in metrics], panels)
 
 
 def steps_table(metrics: Sequence[Mapping[str, Any]]) -> str:

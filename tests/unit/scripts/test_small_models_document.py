@@ -3,23 +3,54 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from miniverl_dist.errors import ConfigError
-from scripts.small_models import conclusion, document, measure, read_bits, steps_table
+from scripts.small_models import chart, conclusion, document, measure, read_bits, steps_table
 
 
 def bits(**values: float) -> dict[str, dict[str, Any]]:
     return {n: {"bits_per_byte": v, "num_tokens": 9, "num_bytes": 20} for n, v in values.items()}
 
 
-def row(tag: str, rate: float, low: float, high: float, policy: str = "student") -> dict[str, Any]:
-    interval = {"pass_rate": rate, "pass_low": low, "pass_high": high}
-    named = {"policy": policy, "tag": tag, "reward_mean": rate / 2}
-    return named | interval | {"calls_per_episode": 1.5, "num_episodes": 24}
+def row(tag: str, *passed: int, policy: str = "student") -> dict[str, Any]:
+    """How many of its two episodes each task has passed."""
+    tasks = [
+        {
+            "task_id": f"t{i}",
+            "tail_calls": 1,
+            "num_episodes": 2,
+            "num_passed": n,
+            "reward_sum": n / 2,
+        }
+        for i, n in enumerate(passed)
+    ]
+    count, rate = 2 * len(passed), sum(passed) / (2 * len(passed))
+    return {
+        "policy": policy,
+        "tag": tag,
+        "policy_version": 0,
+        "tail_calls": 1,
+        "num_tasks": len(passed),
+        "num_episodes": count,
+        "num_faults": 0,
+        "pass_rate": rate,
+        "pass_low": rate / 2,
+        "pass_high": (1 + rate) / 2,
+        "official_per_turn_rate": None,
+        "state_only_rate": None,
+        "reward_mean": rate / 2,
+        "reward_parts": {},
+        "calls_per_episode": 1.5,
+        "tokens_per_episode": 9.0,
+        "terminations": {"final_answer": count},
+        "tasks": tasks,
+    }
 
 
 def write_bits(folder: Path, name: str, value: float, texts: str = "a") -> None:
@@ -32,8 +63,7 @@ def finished(folder: Path) -> Path:
     run.mkdir()
     for name, value in (("base", 1.02), ("warm", 0.31), ("trained", 0.25)):
         write_bits(folder, name, value)
-    rows = [row("before", 0.0, 0.0, 0.0, "null"), row("warm", 0.1, 0.0, 0.2)]
-    rows.append(row("after", 0.5, 0.3, 0.7))
+    rows = [row("before", 0, 0, 0, policy="null"), row("warm", 0, 0, 1), row("after", 1, 1, 1)]
     (run / "eval.json").write_text(json.dumps({"rows": rows}))
     versions = {"torch": "2.13.0", "transformers": "5.24.0"}
     machine = {"machine": "x86_64", "num_cpus": 2, "packages": versions}
@@ -47,7 +77,8 @@ def finished(folder: Path) -> Path:
 def test_the_numbers_of_the_files_are_in_it(tmp_path: Path) -> None:
     text = document(finished(tmp_path))
     assert "| student as it comes | 1.020 | 9 |" in text
-    assert "| student, after | 0.250 | 0.50 (0.30 to 0.70) | 1.5 | 24 |" in text
+    assert "| student, after | 0.250 | 0.50 (0.25 to 0.75) | 1.5 | 6 |" in text
+    assert "(small_models.svg)" in text
     assert "lowered the student's bits per byte" in text
     assert "0.310 after the warm-up, 0.250 at the end" in text
     assert "2 steps took 3 minutes" in text
@@ -65,15 +96,28 @@ def test_before_anything_has_run_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("after", "verdict"),
     [
-        ((0.5, 0.3, 0.7), "rose beyond both intervals"),
-        ((0.2, 0.15, 0.4), "No change of the pass rate is shown"),
-        ((0.0, -0.2, -0.1), "fell beyond both intervals"),
+        ((2, 2, 2, 2), "The pass rate rose: 0.50 after the warm-up, 1.00 at the end, +0.500"),
+        ((2, 0, 1, 1), "No change of the pass rate is shown"),
+        ((0, 0, 0, 0), "The pass rate fell"),
     ],
 )
-def test_a_change_within_the_intervals_is_none(
-    after: tuple[float, float, float], verdict: str
+def test_a_change_within_the_interval_of_the_difference_is_none(
+    after: tuple[int, ...], verdict: str
 ) -> None:
-    assert verdict in conclusion({}, [row("warm", 0.1, 0.0, 0.25), row("after", *after)])
+    found = conclusion({}, [row("warm", 1, 1, 1, 1), row("after", *after)])
+    assert verdict in found
+    assert "paired by task, over 4 tasks" in found
+
+
+def test_the_chart_holds_every_step_and_leaves_gaps() -> None:
+    steps = [{"step": n, "reward_mean": n / 4, "pass_rate": 0.5} for n in (1, 2, 3)]
+    steps[1]["reward_mean"] = None  # type: ignore[assignment]
+    found = chart(steps)
+    assert chart(steps) == found
+    points = re.findall(r'points="([^"]*)"', found)
+    assert [len(each.split()) for each in points] == [2, 3, 0]
+    assert (">step 1<" in found, ">3<" in found) == (True, True)
+    assert ElementTree.fromstring(found).tag.endswith("svg")
 
 
 def test_bits_that_rise_are_not_called_lower() -> None:
