@@ -110,8 +110,8 @@ def evaluate(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Evaluate policies on the evaluation tasks of a recipe or run.
 
-    Started again, an evaluation that was cut off plays only what is missing. `eval compare A B`
-    sets two evaluations beside each other.
+    Started again, the same command plays only what is missing or was lost to faults. `eval compare
+    A B` sets two evaluations beside each other.
     """
     from actors.eval_policies import ForeignOptions
 
