@@ -231,7 +231,7 @@ class Benchmark:
 
 def _last_line(log: Path) -> str:
     """What a failed run said last."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
     return next((line for line in reversed(lines) if line.strip()), "")[:500]
 
 

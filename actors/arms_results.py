@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from miniverl_dist.config.yaml_text import parse_yaml
 from miniverl_dist.errors import RecordError
@@ -32,9 +34,15 @@ def measure(run_dir: Path, *, is_start: bool = False) -> Measured:
     if tag not in rows:
         raise RecordError(
             f"{run_dir.name}: eval.json has no row of the trained student: the evaluation failed "
-            "(see events.jsonl), or `evaluation.after` is off"
+            "(see events.jsonl), or `evaluation.after` is off (of a cold start: `evaluation.warm`)"
         )
     after, start = rows[tag], next((rows[t] for t in _STARTS if t in rows), None)
+    if after.pass_rate is None or after.reward_mean is None:
+        raise RecordError(
+            f"{run_dir.name}: row student {tag} of eval.json has no episode that counts: all "
+            f"{after.num_faults} were lost to the harness (see eval_trajectories.jsonl)"
+        )
+    resolved = _resolved(run)
     steps = run.read_jsonl(RecordFile.METRICS)
 
     def total(name: str) -> int:
@@ -48,20 +56,26 @@ def measure(run_dir: Path, *, is_start: bool = False) -> Measured:
         num_eval_episodes=after.num_episodes,
         sampled_groups=total("num_groups"),
         sampled_episodes=total("num_trajectories"),
-        zero_variance=_zero_variance(run),
+        zero_variance=str(resolved["grpo"]["zero_variance"]),
         zero_variance_groups=total("num_zero_variance_groups"),
         refilled_groups=total("num_refilled_groups"),
         sampled_tokens=total("rollout_tokens"),
         optimizer_steps=total("num_optimizer_steps"),
         teacher_scored_tokens=_teacher_scored_tokens(run),
+        teacher_asked_rows=total("num_target_rows") if _asks_for_rows(resolved) else 0,
         start_sha256=(run.read_json(MANIFEST).get("warm_start") or {}).get("weights_sha256"),
     )
 
 
-def _zero_variance(run: RunDirectory) -> str:
+def _resolved(run: RunDirectory) -> dict[str, Any]:
     """As the run was started; read without the checks that a later version may make."""
-    resolved = parse_yaml(run.read_bytes(CONFIG_RESOLVED), CONFIG_RESOLVED).data
-    return str(resolved["grpo"]["zero_variance"])
+    return dict(parse_yaml(run.read_bytes(CONFIG_RESOLVED), CONFIG_RESOLVED).data)
+
+
+def _asks_for_rows(resolved: Mapping[str, Any]) -> bool:
+    """Under sft the rows are the written tokens' own: no teacher is asked for them."""
+    distill = resolved.get("distill")
+    return distill is not None and distill["divergence"] != "sampled_nll"
 
 
 def _student_rows(run: RunDirectory) -> dict[str, EvaluationRow]:

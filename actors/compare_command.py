@@ -47,5 +47,8 @@ def compare_evals(
         return
     typer.echo(f"A  {found.a}\nB  {found.b}")
     typer.echo(f"{found.environment}, temperature {found.temperature}, {found.scope}")
+    for note in found.notes:
+        typer.echo(f"note: {note}")
     for table in comparison_tables(found):
-        typer.echo("\n".join(["", table.title, *aligned([table.head, *table.rows])]))
+        shown = aligned([table.head, *table.rows]) if table.rows else []
+        typer.echo("\n".join(["", table.title, *shown]))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from actors.eval_jobs import EvaluationRequest
     from actors.eval_policies import ForeignOptions
     from miniverl_dist.config.load import LoadedConfig
-    from miniverl_dist.schemas.evaluation import TailCalls
+    from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow, TailCalls
 
 RUNS: Final = Path("runs")
 _SETTINGS: Final = ("evaluation.", "rollout.", "deadlines.", "tasks.")
@@ -180,6 +180,7 @@ def _measure(
     from miniverl_dist.reporting.report import write_report
 
     progress = JsonProgress(sys.stdout) if as_json else progress_for(sys.stderr)
+    before = _rows_of(folder)
     try:
         report = launch.evaluate_request(loaded, request, output=folder, progress=progress)
     except KeyboardInterrupt:
@@ -191,10 +192,41 @@ def _measure(
     if as_json:
         typer.echo(json.dumps({"result": report.model_dump(mode="json")}))
         return
-    typer.echo("\n".join(evaluation_text(report)))
+    shown = _of_this_job(report, before)
+    typer.echo("\n".join(evaluation_text(shown)))
+    if len(shown.rows) < len(report.rows):
+        typer.echo(f"\n{len(report.rows)} rows in all: {folder / 'summary.md'}")
     if request.deploy is not None:
         typer.echo("\n".join(deployed_lines(report, request)))
     typer.echo(f"written to {folder}")
+
+
+def _rows_of(folder: Path) -> tuple[EvaluationRow, ...]:
+    """What has been measured there; nothing in a folder that does not exist yet."""
+    from miniverl_dist.observability.run_dir import MANIFEST, RunDirectory
+    from miniverl_dist.training.evaluator import read_evaluation
+
+    if not (folder / MANIFEST).is_file():
+        return ()
+    report = read_evaluation(RunDirectory.open(folder))
+    return () if report is None else report.rows
+
+
+def _of_this_job(report: EvaluationReport, before: Sequence[EvaluationRow]) -> EvaluationReport:
+    """The rows that this command has measured, and those that they are compared with.
+
+    Where all of it was there already, everything is shown.
+    """
+    new = [row for row in report.rows if row not in before]
+    if not new:
+        return report
+    bases = ("before", "warm", "initial")
+    rows = tuple(
+        row
+        for row in report.rows
+        if row in new or row.policy == "null" or (row.policy == "student" and row.tag in bases)
+    )
+    return report.model_copy(update={"rows": rows})
 
 
 def _tail_calls(text: str | None) -> TailCalls | None:

@@ -7,7 +7,7 @@ played. ``--deploy`` exports a checkpoint, starts an engine on it, and measures 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from actors.deployed import deploy_server
 from actors.eval_policies import (
     ForeignOptions,
     ForeignPolicies,
+    ForeignPolicy,
     PolicySpec,
     is_foreign,
     parse_policy,
@@ -31,7 +32,7 @@ from miniverl_dist.observability.run_dir import RunDirectory
 from miniverl_dist.ports import RolloutSource
 from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow, TailCalls
 from miniverl_dist.training import checkpoint as commits
-from miniverl_dist.training.evaluator import Evaluator, read_evaluation
+from miniverl_dist.training.evaluator import Player, read_evaluation
 
 if TYPE_CHECKING:
     from actors.deployed import DeployKind
@@ -147,7 +148,7 @@ class EvaluationRun:
             await actor.prepare(with_teacher=self._fits_teacher)
             opened = actor.open(tail_calls=request.tail_calls, with_scorer=False)
             parts = await stack.enter_async_context(opened)
-            names = await self._open(parts.evaluator, stack)
+            names = await self._open(stack)
             students = parts.ports.students
             if request.checkpoint is not None:
                 state = commits.verify(request.checkpoint).state
@@ -160,6 +161,7 @@ class EvaluationRun:
                     request.row_tag(request.tag),
                     students.policy_version,
                     weights=weights or None,
+                    player=name.player,
                 )
 
     async def _without_student(self) -> None:
@@ -167,9 +169,13 @@ class EvaluationRun:
         async with AsyncExitStack() as stack:
             await actor.prepare(with_teacher=self._fits_teacher, with_student=False)
             evaluator = actor.evaluator_alone(request.tail_calls)
-            for name in await self._open(evaluator, stack):
+            for name in await self._open(stack):
                 await evaluator.measure(
-                    name.name, request.row_tag(request.tag), 0, weights=name.weights or None
+                    name.name,
+                    request.row_tag(request.tag),
+                    0,
+                    weights=name.weights or None,
+                    player=name.player,
                 )
 
     @property
@@ -180,16 +186,15 @@ class EvaluationRun:
             for spec in self._request.specs
         )
 
-    async def _open(self, evaluator: Evaluator, stack: AsyncExitStack) -> Sequence[_Named]:
-        """Open all policies, and make them known to the evaluator, before one of them plays."""
+    async def _open(self, stack: AsyncExitStack) -> Sequence[_Named]:
+        """Open all policies before one of them plays."""
         found = []
         for spec in self._request.specs:
             if not is_foreign(spec, self._config):
                 found.append(_Named(spec.kind))
                 continue
             opened = await self._foreign().open(spec, stack)
-            evaluator.policies = {**evaluator.policies, opened.name: _maker(opened.source)}
-            found.append(_Named(opened.name, opened.weights))
+            found.append(_Named(opened.name, opened.weights, _player(opened)))
         return found
 
     def _foreign(self) -> ForeignPolicies:
@@ -213,9 +218,10 @@ class EvaluationRun:
             evaluator = self._actor.evaluator_alone(request.tail_calls)
             work_dir = self._run.path / ENGINES_FOLDER / f"deployed-{request.tag}"
             opened = await self._foreign().open_export(folder, kind, work_dir, stack)
-            evaluator.policies = {**evaluator.policies, "student": _maker(opened.source)}
             version = commits.verify(checkpoint).state.policy_version
-            await evaluator.measure("student", tag, version, weights=opened.weights)
+            await evaluator.measure(
+                "student", tag, version, weights=opened.weights, player=_player(opened)
+            )
 
 
 def exported(checkpoint: Path, folder: Path) -> Path:
@@ -258,15 +264,26 @@ def deployed_lines(report: EvaluationReport, request: EvaluationRequest) -> list
     )
     if base is None:
         return []
+    lines = [
+        f"base     ({base.tag}): {_pass_text(base)}",
+        f"trained  ({tag}): {_pass_text(trained)}",
+    ]
     found = difference(trained, base, base.tag)
+    if found is None:
+        return [*lines, "delta    -: one side has no episode that counts"]
     how = "over tasks" if found.is_paired else "of two independent samples"
     return [
-        f"base     ({base.tag}): pass {base.pass_rate:.3f} "
-        f"[{base.pass_low:.3f}, {base.pass_high:.3f}]",
-        f"trained  ({tag}): pass {trained.pass_rate:.3f} "
-        f"[{trained.pass_low:.3f}, {trained.pass_high:.3f}]",
+        *lines,
         f"delta    {found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}], 95 % {how}",
     ]
+
+
+def _pass_text(row: EvaluationRow) -> str:
+    """``pass 0.500 [0.100, 0.900]``."""
+    if row.pass_interval is None:
+        return f"no episode that counts ({row.num_faults} faults)"
+    rate, low, high = row.pass_interval
+    return f"pass {rate:.3f} [{low:.3f}, {high:.3f}]"
 
 
 @dataclass(frozen=True)
@@ -275,10 +292,12 @@ class _Named:
 
     name: str
     weights: str = ""
+    player: Player | None = None
+    """None: the run's own policy of that name."""
 
 
-def _maker(source: RolloutSource) -> Callable[[], Awaitable[RolloutSource]]:
+def _player(opened: ForeignPolicy) -> Player:
     async def made() -> RolloutSource:
-        return source
+        return opened.source
 
-    return made
+    return Player(made, opened.settings)

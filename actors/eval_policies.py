@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -23,6 +23,7 @@ from miniverl_dist.schemas.messages import ToolSchema
 from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 from rollout_server.episode import Stage
+from rollout_server.first_faults import EarlyStop
 from rollout_server.policies import EnginePolicy
 from rollout_server.remote_policies import (
     CallForm,
@@ -85,6 +86,8 @@ class ForeignPolicy:
     source: RolloutSource
     weights: str = ""
     """Checksum, where they lie in a folder."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What decides how it plays, beside its weights and the recipe; nothing secret."""
 
 
 def parse_policy(text: str) -> PolicySpec:
@@ -158,14 +161,15 @@ class ForeignPolicies:
             model=await served_model(client, options.model),
             form=options.calls,
             temperature=config.evaluation.temperature,
-            max_new_tokens=options.max_new_tokens or config.rollout.max_new_tokens,
+            max_new_tokens=self._max_new_tokens,
             thinking=options.thinking,
         )
         await check_chat(client, settings, self._tools())
         policy = ChatPolicy(client, settings, side.chat, side.stage.parse, WRITE_CALLS)
         stage = self._stage(side.chat)
-        source = player_of(config, stage, policy, self._clock, settings.max_new_tokens)
-        return ForeignPolicy(settings.name, source)
+        asked = EarlyStop(policy, settings.name)
+        source = player_of(config, stage, asked, self._clock, settings.max_new_tokens)
+        return ForeignPolicy(settings.name, source, settings=policy.identity)
 
     async def _sglang(self, url: str, stack: AsyncExitStack) -> ForeignPolicy:
         deadline_s = self._config.deadlines.generate_s
@@ -174,7 +178,7 @@ class ForeignPolicies:
         stack.push_async_callback(client.close)
         engine = await served_engine(client, self._side.tokenizer.vocab_size)
         source = self._sampled(engine, self._side.chat, self._side.other_stop_ids)
-        return ForeignPolicy(engine.name, source)
+        return ForeignPolicy(engine.name, source, settings={**engine.identity, **self._sampling()})
 
     async def _served_teacher(self, stack: AsyncExitStack) -> ForeignPolicy:
         """The teacher behind ``teacher.url``, in its own tokens and roles."""
@@ -189,7 +193,11 @@ class ForeignPolicies:
         )
         stack.push_async_callback(client.close)
         engine = await served_engine(client, tokenizer.vocab_size)
-        return ForeignPolicy("teacher", self._sampled(engine, chat, ()))
+        return ForeignPolicy(
+            "teacher",
+            self._sampled(engine, chat, ()),
+            settings={**engine.identity, **self._sampling()},
+        )
 
     async def _folder(self, folder: Path, stack: AsyncExitStack) -> ForeignPolicy:
         """A model's folder, sampled by transformers in this process."""
@@ -202,7 +210,9 @@ class ForeignPolicies:
         engine = await hf_folder_engine(self._config, folder, tokenizer, stack)
         weights = folder_sha256(folder)
         source = self._sampled(engine, chat, _other_ends(tokenizer))
-        return ForeignPolicy(f"hf:{folder.name}@{weights[:8]}", source, weights)
+        return ForeignPolicy(
+            f"hf:{folder.name}@{weights[:8]}", source, weights, settings=self._sampling()
+        )
 
     def folder_tokenizer(self, folder: Path) -> TokenizerLike:
         """Of a model's folder; without one in it, the run's own."""
@@ -246,12 +256,12 @@ class ForeignPolicies:
                 self._config, folder, side.tokenizer, work_dir, stack
             )
         source = self._sampled(engine, side.chat, side.other_stop_ids)
-        return ForeignPolicy(engine.name, source, folder_sha256(folder))
+        return ForeignPolicy(engine.name, source, folder_sha256(folder), self._sampling())
 
     def _sampled(
         self, engine: Engine | ServedEngine, chat: ChatFormat, other_stop_ids: tuple[int, ...]
     ) -> RolloutSource:
-        max_new_tokens = self._options.max_new_tokens or self._config.rollout.max_new_tokens
+        max_new_tokens = self._max_new_tokens
         policy = EnginePolicy(
             engine,
             chat,
@@ -261,7 +271,19 @@ class ForeignPolicies:
             other_stop_ids=other_stop_ids,
             deadline_s=self._config.deadlines.generate_s,
         )
-        return player_of(self._config, self._stage(chat), policy, self._clock, max_new_tokens)
+        asked = EarlyStop(policy, engine.name)
+        return player_of(self._config, self._stage(chat), asked, self._clock, max_new_tokens)
+
+    @property
+    def _max_new_tokens(self) -> int:
+        return self._options.max_new_tokens or self._config.rollout.max_new_tokens
+
+    def _sampling(self) -> dict[str, str]:
+        """What `_sampled` asks an engine for, as a chat policy's identity spells it."""
+        return {
+            "temperature": repr(self._config.evaluation.temperature),
+            "max_new_tokens": str(self._max_new_tokens),
+        }
 
     def _stage(self, chat: ChatFormat) -> Stage:
         """The run's stage; the student's own context is no limit of another model."""

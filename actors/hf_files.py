@@ -8,15 +8,13 @@ refuses a folder that has changed.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE
+from actors.tensor_headers import SAFETENSORS, stored_shapes
 from miniverl_dist.backends.weights_io import make_directory, read_json, write_json
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import HFStudentConfig
@@ -28,8 +26,8 @@ from miniverl_dist.training.checkpoint import seal
 CONFIG_FILE: Final = "config.json"
 BASE_FILE: Final = "base.json"
 """Checksum of the weights that the run was started with."""
-_WEIGHTS: Final = "*.safetensors"
-_MAX_HEADER_BYTES: Final = 100_000_000
+_DESCRIPTIONS: Final = (CONFIG_FILE, "adapter_config.json", "model.json")
+"""Of a Hugging Face model, of an adapter alone, of a toy."""
 
 
 @dataclass(frozen=True)
@@ -70,51 +68,65 @@ def read_hf_files(folder: Path, where: str = "") -> HFFiles:
         ConfigError: there is no such model, or its weights are no safetensors, or quantised.
     """
     where = where or f"student.model.path: {folder}"
+    config = read_model_config(folder, where)
+    vocab_size = config.get("vocab_size")
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise ConfigError(
+            f"{where}: {CONFIG_FILE} describes no text model: vocab_size is {vocab_size!r}, "
+            "expected a number of tokens"
+        )
+    if "quantization_config" in config:
+        raise ConfigError(
+            f"{where} holds weights that are quantised already: give the folder they were made "
+            "from, and set student.model.quantization"
+        )
+    files = sorted(folder.glob(SAFETENSORS))
+    if not files:
+        raise ConfigError(
+            f"{where} holds no {SAFETENSORS}: other formats can run code when they are loaded; "
+            "store the model again with transformers' save_pretrained"
+        )
+    limit = config.get("max_position_embeddings", config.get("n_positions"))
+    if limit is not None and type(limit) is not int:
+        raise ConfigError(
+            f"{where}: {CONFIG_FILE} gives {limit!r} positions, expected a number of tokens"
+        )
+    return HFFiles(str(config.get("model_type")), vocab_size, limit, stored_shapes(files, where))
+
+
+def read_model_config(folder: Path, where: str) -> dict[str, Any]:
+    """The fields of a folder's ``config.json``.
+
+    Args:
+        folder: Of the model.
+        where: What errors begin with.
+
+    Raises:
+        ConfigError: there is none, or it holds something else.
+    """
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{where} holds no Hugging Face model (no {CONFIG_FILE}); give a local folder, models "
             "are not downloaded"
         )
     try:
-        config: dict[str, Any] = read_json(folder / CONFIG_FILE)
-        vocab_size = int(config["vocab_size"])
-    except (CheckpointError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {CONFIG_FILE} describes no text model: {error!r}") from error
-    if "quantization_config" in config:
-        raise ConfigError(
-            f"{where} holds weights that are quantised already: give the folder they were made "
-            "from, and set student.model.quantization"
-        )
-    files = sorted(folder.glob(_WEIGHTS))
-    if not files:
-        raise ConfigError(
-            f"{where} holds no {_WEIGHTS}: other formats can run code when they are loaded; "
-            "store the model again with transformers' save_pretrained"
-        )
-    limit = config.get("max_position_embeddings", config.get("n_positions"))
-    tensors = {name: shape for file in files for name, shape in _shapes(file)}
-    return HFFiles(str(config.get("model_type")), vocab_size, limit, tensors)
+        config = read_json(folder / CONFIG_FILE)
+    except CheckpointError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{where}: {CONFIG_FILE} holds no JSON object")
+    return config
 
 
-def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    try:
-        with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(size, _MAX_HEADER_BYTES)))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                yield name, tuple(int(length) for length in entry["shape"])
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"student.model.path: {file} is no safetensors file: {error}") from error
-
-
-def require_hf_student(config: RunConfig, model: HFStudentConfig) -> None:
-    """Fail before anything is written when the student cannot be what the recipe says.
+def check_hf_student(config: RunConfig, model: HFStudentConfig) -> None:
+    """Raise when the student cannot be what the recipe says; which device it gets is not asked.
 
     Raises:
-        ConfigError: the folder, its size or its tokenizer does not fit; there is no such device.
-        MissingDependencyError: quantisation without its packages.
+        ConfigError: the folder, its weights, its size or its tokenizer does not fit, or its layers
+            do not take the adapters.
+        MissingDependencyError: transformers is not installed.
     """
+    where = f"student.model.path: {model.path}"
     files = read_hf_files(model.path)
     require_ids(files.vocab_size, model.path, load_tokenizer(config.student.tokenizer))
     longest = min(config.rollout.max_context_tokens, model.max_context_tokens)
@@ -123,6 +135,22 @@ def require_hf_student(config: RunConfig, model: HFStudentConfig) -> None:
             f"episodes of {longest} tokens exceed the {files.max_positions} positions of "
             f"{model.path.name}/: set student.model.max_context_tokens"
         )
+    from miniverl_dist.backends.hf_adapters import adapted_layers
+    from miniverl_dist.backends.hf_skeleton import require_described, skeleton
+
+    module = skeleton(model.path, where)
+    require_described(module, files.tensors, where)
+    if model.lora is not None:
+        adapted_layers(module, model.lora.target_modules)
+
+
+def require_device(model: HFStudentConfig) -> None:
+    """Raise unless this machine has the device that a recipe asks for.
+
+    Raises:
+        ConfigError: there is none.
+        MissingDependencyError: quantisation without its packages.
+    """
     from miniverl_dist.backends.hf_model import device_of
 
     device_of(model)
@@ -182,10 +210,16 @@ def require_same_base(model: HFStudentConfig, run_dir: Path) -> None:
 
 
 def folder_sha256(folder: Path) -> str:
-    """SHA-256 (hex) over names and contents of the weights and ``config.json``."""
+    """SHA-256 (hex) over names and contents of a model's or adapter's weights and description."""
     whole = hashlib.sha256()
-    for file in sorted([folder / CONFIG_FILE, *folder.glob(_WEIGHTS)]):
+    described = next((name for name in _DESCRIPTIONS if (folder / name).is_file()), CONFIG_FILE)
+    for file in sorted([folder / described, *weight_files(folder)]):
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         whole.update(f"{file.name}\0{digest}\n".encode())
     return whole.hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files with a folder's weights: safetensors, or where it has none (a teacher), the others."""
+    return sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob("*.bin"))

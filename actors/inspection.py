@@ -10,9 +10,11 @@ from typing import Any
 
 from miniverl_dist.errors import ConfigError, MiniverlError
 from miniverl_dist.observability.events import Event
+from miniverl_dist.observability.metrics import METRICS, NOT_A_NUMBER
 from miniverl_dist.observability.progress import step_line
 from miniverl_dist.observability.run_dir import CHECKPOINTS, RecordFile, RunDirectory
 from miniverl_dist.reporting.episode_text import episode_text
+from miniverl_dist.reporting.eval_notes import report_notes
 from miniverl_dist.reporting.eval_tables import evaluation_tables
 from miniverl_dist.reporting.run_data import RunData, load_run_data, parse_trajectory
 from miniverl_dist.reporting.summary import identity, notable_events, title
@@ -38,7 +40,8 @@ def run_view(run_dir: Path) -> View:
     commits = list(_checkpoints(run_dir))
     evaluation = run.evaluation
     lines = [title(run), *(f"{label:<15}{text}" for label, text in identity(run))]
-    lines.append(f"{'Checkpoints':<15}{', '.join(c['name'] for c in commits) or 'none'}")
+    if not run.is_evaluation:
+        lines.append(f"{'Checkpoints':<15}{', '.join(c['name'] for c in commits) or 'none'}")
     if run.metrics:
         lines.append(f"{'Last':<15}{step_line(run.metrics[-1])}")
     if evaluation is not None:
@@ -47,6 +50,7 @@ def run_view(run_dir: Path) -> View:
     lines += [f"note: {note}" for note in run.notes]
     data = {
         "status": run.status,
+        "is_evaluation": run.is_evaluation,
         "manifest": run.manifest,
         "checkpoints": commits,
         "last_step": run.metrics[-1] if run.metrics else None,
@@ -71,7 +75,7 @@ def step_view(run_dir: Path, step: int) -> View:
         for event in run.events
         if event.get("step") == step and event.get("event") != Event.WARMUP_STEP
     ]
-    lines = [f"{name:<28}{_shown(value)}" for name, value in record.items()]
+    lines = aligned([(name, _shown(value), _unit(name)) for name, value in record.items()])
     lines += [json.dumps(event, ensure_ascii=False) for event in events]
     return View("\n".join(lines), {"metrics": record, "events": events})
 
@@ -96,11 +100,14 @@ def trajectory_view(run_dir: Path, trajectory_id: str) -> View:
 
 
 def evaluation_text(report: EvaluationReport) -> list[str]:
-    """All tables of an evaluation as lines, a title before each."""
+    """All tables of an evaluation as lines, a title before each, and what is to be known first."""
     return [
-        line
-        for table in evaluation_tables(report)
-        for line in ("", table.title, *aligned([table.head, *table.rows]))
+        *(f"note: {note}" for note in report_notes(report)),
+        *(
+            line
+            for table in evaluation_tables(report)
+            for line in ("", table.title, *aligned([table.head, *table.rows]))
+        ),
     ]
 
 
@@ -152,7 +159,13 @@ def _span(run: RunData) -> str:
     return f"steps {run.metrics[0]['step']} to {run.metrics[-1]['step']}"
 
 
+def _unit(name: str) -> str:
+    return METRICS[name].unit_text if name in METRICS else ""
+
+
 def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items())
     if isinstance(value, float):
         return f"{value:.6g}"
-    return "not measured" if value is None else str(value)
+    return NOT_A_NUMBER if value is None else str(value)

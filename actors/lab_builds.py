@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.hf_files import folder_sha256, weight_files
 from actors.student_side import StudentSide
 from actors.teacher_side import TEACHER_FOLDER, Renderer, teacher_tokenizer
 from miniverl_dist.alignment.targets import shared_ids
@@ -154,9 +154,14 @@ class _TeacherParts:
         if self._backbone is not None:
             return self._backbone
         model = self._teacher.model
-        dtype = model.dtype if isinstance(model, HFModelConfig) else "float32"
-        device = self._device if isinstance(model, HFModelConfig) else "cpu"
-        return load_model(self._folder, dtype=dtype, device=device)
+        if not isinstance(model, HFModelConfig):
+            return load_model(self._folder)
+        return load_model(
+            model.path,
+            dtype=model.dtype,
+            device=self._device,
+            num_ids=self._tokenizer.vocab_size,
+        )
 
     @property
     def _device(self) -> str:
@@ -218,12 +223,12 @@ class _TeacherParts:
         model, folder = self._teacher.model, self._folder
         if isinstance(model, BackboneTeacherConfig):
             folder = model.adapter or folder
-        return sum(path.stat().st_size for path in _weight_files(folder))
+        return sum(path.stat().st_size for path in weight_files(folder))
 
     def _identity(self, choice: RowChoice) -> CacheIdentity:
         return CacheIdentity(
             teacher=self._teacher.tokenizer,
-            teacher_checksum=_checksum(_weight_files(self._folder)),
+            teacher_checksum=folder_sha256(self._folder),
             student_fingerprint=self._side.tokenizer.fingerprint,
             teacher_fingerprint=self._tokenizer.fingerprint,
             mode=self._teacher.mode,
@@ -232,15 +237,3 @@ class _TeacherParts:
             temperature=self._distill.temperature,
             selection=str(choice),
         )
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _checksum(paths: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()

@@ -14,13 +14,15 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actors.demonstrations import require_demonstrations
 from actors.eval_jobs import EvaluationRequest, check_request, needs_student, row_tag_of
 from actors.preflight import (
     require_local_packages,
     require_student_files,
+    require_tasks,
     require_teacher_files,
 )
-from actors.running import ActorFactory, Running
+from actors.running import ActorFactory, Running, update_manifest
 from actors.single import SingleActor
 from actors.student_side import STUDENT_VOCABULARY_FILE, has_declared_vocabulary
 from actors.tracking import require_trackers
@@ -37,6 +39,7 @@ from miniverl_dist.observability.run_dir import (
     MANIFEST,
     RunDirectory,
 )
+from miniverl_dist.reporting.evaluation_folder import EVALUATION_STATUS, is_evaluation
 from miniverl_dist.schemas.evaluation import EvaluationReport, TailCalls
 from miniverl_dist.training import checkpoint as commits
 from miniverl_dist.training.loop import RunSummary
@@ -65,10 +68,12 @@ def train(
         MiniverlError: whatever ended the run; the directory then says so.
     """
     require_local_packages(config.config)
+    require_tasks(config.config)
     require_student_files(config.config)
     require_teacher_files(config.config)
     require_trackers(config.config)
     require_warm_start(config.config)
+    require_demonstrations(config.config)
     with RunDirectory.create(run_dir) as run:
         config.save(run)
         run.write_json(ENVIRONMENT, environment_record())
@@ -145,6 +150,7 @@ def evaluate_request(
     check_request(request, config.config)
     with_student = needs_student(request) or request.deploy is not None
     require_local_packages(config.config, with_student=with_student)
+    require_tasks(config.config)
     if with_student:
         require_student_files(config.config)
     if needs_student(request) and request.checkpoint is None:
@@ -243,13 +249,33 @@ def _evaluation_run(config: LoadedConfig, output: Path) -> Iterator[RunDirectory
                     f"{config.digest[:12]}: rows of different tasks or settings do not go into one "
                     "table; choose another --output"
                 )
-            yield run
+            with _told(run):
+                yield run
         return
     with RunDirectory.create(output) as run:
         config.save(run)
         run.write_json(ENVIRONMENT, environment_record())
         run.write_json(MANIFEST, _manifest(config) | {"status": "evaluation"})
-        yield run
+        with _told(run):
+            yield run
+
+
+@contextlib.contextmanager
+def _told(run: RunDirectory) -> Iterator[None]:
+    """Say in the manifest of an evaluation's own folder how it goes; a run keeps its own word."""
+    if not is_evaluation(run.read_json(MANIFEST)):
+        yield
+        return
+    end = "failed"
+    update_manifest(run, **{EVALUATION_STATUS: "running"})
+    try:
+        yield
+        end = "finished"
+    except KeyboardInterrupt:
+        end = "stopped"
+        raise
+    finally:
+        update_manifest(run, **{EVALUATION_STATUS: end})
 
 
 def _warmup(recipe: RunConfig) -> dict[str, Any] | None:

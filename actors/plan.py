@@ -1,8 +1,8 @@
 """`miniverl-dist plan`: what a recipe will do to a cluster, before any of it is touched.
 
 Counts of parameters, placement and ranks are exact; bytes are estimates whose formulas are in
-docs/cluster.md. Needs neither torch nor Ray, and reads nothing but the recipe and the model's
-``config.json``.
+docs/cluster.md. Needs neither torch nor Ray; what an installed package could check and is not
+there is named. Reads the recipe, the tasks, tokenizers, and of models descriptions, never weights.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from actors.memory_estimate import (
     hf_note,
     longest_microbatch,
     longest_sequence,
-    size_text,
 )
 from actors.placement import (
     FeasibilityReport,
     NodeResources,
     PlacementPlan,
     RankPlace,
-    Role,
     feasibility,
     placement_plan,
     rank_coordinates,
 )
 from actors.plan_notes import engine_load_text, recipe_notes
+from actors.plan_phases import Phase, StudentCounts, phases
+from actors.recipe_checks import CheckedRecipe, check_recipe
 from actors.sharding import Sharding, num_buckets
 from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
 from miniverl_dist.config.models import RunConfig
@@ -44,8 +44,6 @@ from miniverl_dist.config.recipe import SGLangEngineConfig
 from miniverl_dist.config.roles import (
     HFStudentConfig,
     MegatronModelConfig,
-    TeacherConfig,
-    ToyModelConfig,
 )
 from miniverl_dist.errors import ConfigError, PlacementError
 
@@ -84,16 +82,6 @@ class Publish:
     """Over all links together, at most."""
     into_servers: str
     """How SGLang's servers get what their actors have received; empty for other engines."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of a step, in order."""
-
-    name: str
-    where: str
-    what: str
-    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -166,22 +154,25 @@ def make_plan(
         nodes: the cluster to place it on, if it is known.
 
     Raises:
-        ConfigError: ``config.json`` cannot be read, or its model cannot be laid out so.
+        ConfigError: ``config.json`` cannot be read, or its model cannot be laid out so; what else
+            ``check_recipe`` finds.
+        TaskNotFoundError: a task that the environment does not have.
     """
-    device = device or Device()
+    device, checked = device or Device(), check_recipe(config)
     placement = placement_plan(config)
     fit = feasibility(placement, nodes) if nodes else None
     model = config.student.model
     if isinstance(model, HFStudentConfig):
-        return _assemble(config, placement, fit, None, notes=(hf_note(config, model),))
+        return _assemble(config, checked, placement, fit, None, notes=(hf_note(config, model),))
     if not isinstance(model, MegatronModelConfig):
         note = "a toy student is sized by its vocabulary, which is known once the tasks are read"
-        return _assemble(config, placement, fit, None, notes=(note,))
-    return _assemble(config, placement, fit, _StudentPlan(config, model, device))
+        return _assemble(config, checked, placement, fit, None, notes=(note,))
+    return _assemble(config, checked, placement, fit, _StudentPlan(config, model, device))
 
 
 def _assemble(
     config: RunConfig,
+    checked: CheckedRecipe,
     placement: PlacementPlan,
     fit: FeasibilityReport | None,
     student: _StudentPlan | None,
@@ -202,8 +193,13 @@ def _assemble(
         usable_bytes=None if student is None else student.usable_bytes,
         engine=None if student is None else student.engine,
         publish=None if student is None else student.publish(),
-        phases=tuple(_phases(config, student)),
-        notes=(*notes, *recipe_notes(config), *(() if student is None else student.notes())),
+        phases=tuple(phases(config, checked.tasks, None if student is None else student.counts())),
+        notes=(
+            *checked.unchecked,
+            *notes,
+            *recipe_notes(config),
+            *(() if student is None else student.notes()),
+        ),
         problems=tuple(problems),
     )
 
@@ -214,8 +210,6 @@ class _StudentPlan:
     def __init__(self, config: RunConfig, model: MegatronModelConfig, device: Device) -> None:
         self.config, self.model, self.device = config, model, device
         self.arch: Architecture = read_architecture(model.config)
-        if problem := self.arch.problem(model.parallel):
-            raise ConfigError(f"student.model.parallel does not suit {model.config}: {problem}")
         student = config.cluster.student
         self.places = rank_coordinates(
             model.parallel, config.num_student_ranks, student.ranks_per_node
@@ -266,6 +260,17 @@ class _StudentPlan:
         moved = total * (engines + times)
         into_servers = engine_load_text(self.config, total)
         return Publish(setting.transport, total, rounds, engines, how, moved, into_servers)
+
+    def counts(self) -> StudentCounts:
+        """For the phases of a step."""
+        sent = self.publish()
+        return StudentCounts(
+            num_microbatches=self.num_microbatches,
+            data_parallel=self.data_parallel,
+            publish_bytes=sent.total_bytes,
+            num_buckets=sent.num_buckets,
+            commit_bytes=self.commit_bytes,
+        )
 
     def notes(self) -> Iterator[str]:
         """What a reader should know, though it is no fault."""
@@ -351,74 +356,3 @@ def _parts(memory: RankMemory) -> str:
         "logits": memory.logits_bytes,
     }
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
-
-
-def _phases(config: RunConfig, student: _StudentPlan | None) -> Iterator[Phase]:
-    loop, rollout = config.loop, config.rollout
-    episodes = loop.num_groups * loop.group_size
-    length = rollout.max_context_tokens
-    if student is not None:
-        length = longest_sequence(config, student.model)
-    tokens = episodes * length
-    rollout_place = _where(config, Role.ROLLOUT)
-    what = f"{loop.num_groups} groups x {loop.group_size} episodes, at most {rollout.max_turns} "
-    yield Phase(
-        "rollout", rollout_place, f"{what}turns x {rollout.max_new_tokens} new tokens", tokens
-    )
-    if config.uses_teacher and config.teacher is not None:
-        yield _scoring(config, config.teacher, episodes)
-    yield Phase("batch", "driver", "align, credit, advantage, pack")
-    yield from _update_phases(config, student, tokens)
-    yield from _after_update(config, student)
-
-
-def _scoring(config: RunConfig, teacher: TeacherConfig, episodes: int) -> Phase:
-    """Lengths are those of the teacher's tokens, which are not the student's."""
-    longest = teacher.max_prefill_tokens
-    if isinstance(teacher.model, ToyModelConfig):
-        longest = min(longest, teacher.model.max_context_tokens)
-    what = f"{episodes} texts as they finish"
-    if teacher.url is not None:
-        at_once = max(1, teacher.max_inflight_tokens // longest) * len(teacher.all_urls)
-        what += (
-            f", at most {at_once} at once at the longest that is sent, {longest:,} teacher tokens"
-        )
-    return Phase("score", _where(config, Role.TEACHER), what, episodes * longest)
-
-
-def _update_phases(config: RunConfig, student: _StudentPlan | None, tokens: int) -> Iterator[Phase]:
-    where, steps = _where(config, Role.STUDENT), config.loop.num_minibatches
-    yield Phase("proximal logprobs", where, "one pass without gradient", tokens)
-    if config.loss.kl_coef:
-        yield Phase("reference logprobs", where, "one pass under the frozen weights", tokens)
-    what = f"{steps} optimizer step(s)"
-    if student is not None:
-        count = student.num_microbatches
-        what += f", at most {count} microbatches on each of {student.data_parallel} replicas"
-    yield Phase("update", where, what, tokens)
-
-
-def _after_update(config: RunConfig, student: _StudentPlan | None) -> Iterator[Phase]:
-    what = "to the engines of this process"
-    if student is not None:
-        sent = student.publish()
-        what = f"{size_text(sent.total_bytes)} in {sent.num_buckets} bucket(s)"
-    yield Phase("publish", _where(config, Role.ROLLOUT), what)
-    every = config.checkpoint.every_n_steps
-    what = f"weights, optimizer, state; every {every} step(s)"
-    if student is not None:
-        what = f"about {size_text(student.commit_bytes)} of {what}"
-    yield Phase("commit", _where(config, Role.STUDENT), what)
-    if config.evaluation.every_n_steps is not None:
-        what = f"{config.evaluation.episodes_per_task} episodes a task"
-        what += f", every {config.evaluation.every_n_steps} steps"
-        yield Phase("evaluate", _where(config, Role.ROLLOUT), what)
-
-
-def _where(config: RunConfig, role: Role) -> str:
-    if role is Role.TEACHER and config.teacher is not None and config.teacher.url is not None:
-        return ", ".join(config.teacher.all_urls)
-    if config.runtime != "cluster":
-        return "this process" if config.runtime == "inprocess" else "the one actor"
-    group = placement_plan(config).group(role)
-    return f"{group.num_actors} {'rank' if role is Role.STUDENT else 'actor'}(s)"

@@ -5,23 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-from actors.hf_files import require_hf_student
-from actors.student_side import routing_shape
-from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
+from actors.hf_files import require_device
+from actors.recipe_checks import check_student, teacher_is_here, training_tasks
+from actors.teacher_files import asks_teacher, check_teacher
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import EngineConfig, SGLangEngineConfig
-from miniverl_dist.config.roles import (
-    BackboneTeacherConfig,
-    HFModelConfig,
-    HFStudentConfig,
-    MegatronModelConfig,
-)
+from miniverl_dist.config.roles import HFModelConfig, HFStudentConfig, MegatronModelConfig
 from miniverl_dist.errors import ConfigError, MissingDependencyError
 from miniverl_dist.generate_api.headers import read_headers_file
-from miniverl_dist.tokens.load import load_tokenizer
-from miniverl_dist.tokens.tokenizer import TokenizerLike
 
 _INSTALL = {
     "torch": "pip install 'miniverl-dist[local]' (README: which torch)",
@@ -56,20 +48,15 @@ def require_student_files(config: RunConfig) -> None:
     """Fail before anything is written when the student's model cannot be what the recipe says.
 
     Raises:
-        ConfigError: a file is missing, of an architecture that is not supported, or does not fit
-            the parallelism; an engine that cannot be launched.
+        ConfigError: see ``recipe_checks.check_student``; there is no such device; an engine that
+            cannot be launched.
     """
+    check_student(config)
     model = config.student.model
     if isinstance(model, HFStudentConfig):
-        require_hf_student(config, model)
+        require_device(model)
     if not isinstance(model, MegatronModelConfig):
         return
-    architecture = read_architecture(model.config)
-    if problem := architecture.problem(model.parallel):
-        raise ConfigError(f"student.model.parallel: {problem}")
-    routing_shape(config)
-    if model.vocabulary == "full":
-        require_rows(architecture, model.config.name, load_tokenizer(config.student.tokenizer))
     if model.weights is not None and not (model.weights / "config.json").is_file():
         raise ConfigError(
             f"student.model.weights: {model.weights} holds no Hugging Face model (no config.json); "
@@ -79,17 +66,26 @@ def require_student_files(config: RunConfig) -> None:
         require_engine(config.rollout.engine)  # else engines stand on other machines
 
 
+def require_tasks(config: RunConfig) -> None:
+    """Fail before anything is written when the environment lacks a task of the recipe.
+
+    Raises:
+        TaskNotFoundError, ConfigError: see ``actors.tasks.resolve_tasks``.
+    """
+    training_tasks(config)
+
+
 def require_teacher_files(config: RunConfig) -> None:
     """Fail before anything is written when what the teacher's client reads is not there.
 
     Raises:
-        ConfigError: names the field and what it has to hold.
+        ConfigError: names the field and what it has to hold; a model that cannot be what the
+            recipe says.
     """
     teacher = config.teacher
-    if teacher is None or not (config.uses_teacher or config.uses_targets):
+    if teacher is None or not asks_teacher(config):
         return
-    is_here = config.cluster.address == "local"
-    if config.runtime == "single_actor" and not is_here:
+    if config.runtime == "single_actor" and config.cluster.address != "local":
         return  # the actor reads them, on another machine
     if teacher.headers_file is not None:
         try:
@@ -104,20 +100,8 @@ def require_teacher_files(config: RunConfig) -> None:
             f"teacher.vocabulary: there is no file {teacher.vocabulary}; it is the "
             "teacher-vocabulary.json of the run that fitted the toy teacher behind `url`"
         )
-    model = teacher.model
-    if isinstance(model, BackboneTeacherConfig) and model.adapter is not None:
-        from miniverl_dist.backends.hf_peft import read_adapter_config
-
-        read_adapter_config(model.adapter)
-    needs_model = isinstance(model, HFModelConfig) and (config.runtime != "cluster" or is_here)
-    if isinstance(model, HFModelConfig) and needs_model and not _is_model_folder(model.path):
-        raise ConfigError(
-            f"teacher.model.path: {model.path} holds no Hugging Face model (no config.json)"
-        )
-
-
-def _is_model_folder(path: Path) -> bool:
-    return (path / "config.json").is_file()
+    if teacher_is_here(config):
+        check_teacher(config)
 
 
 def require_engine(engine: EngineConfig | None) -> None:
@@ -140,20 +124,6 @@ def require_engine(engine: EngineConfig | None) -> None:
         )
 
 
-def require_rows(architecture: Architecture, name: str, tokenizer: TokenizerLike) -> None:
-    """Raise unless a model has an embedding row for every id of a tokenizer.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
-    if architecture.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"{name} has {architecture.vocab_size} vocabulary rows, tokenizer {tokenizer.name} has "
-            f"{tokenizer.vocab_size} ids: use `vocabulary: restricted`, or the config.json that "
-            "belongs to the tokenizer"
-        )
-
-
 def _needed_by_episodes(config: RunConfig) -> Iterator[str]:
     yield "tokenizers"
     if config.environment.kind == "bfcl":
@@ -165,10 +135,15 @@ def _needed(config: RunConfig) -> Iterator[str]:
     yield from _needed_by_episodes(config)
     if config.student.model.kind == "megatron":
         yield from ("megatron", "transformers")
-    if config.student.model.kind == "hf":
+    if config.student.model.kind == "hf" or _loads_hf_teacher(config):
         yield "transformers"
     if config.runtime != "inprocess":
         yield "ray"
+
+
+def _loads_hf_teacher(config: RunConfig) -> bool:
+    is_hf = config.teacher is not None and isinstance(config.teacher.model, HFModelConfig)
+    return is_hf and asks_teacher(config) and teacher_is_here(config)
 
 
 def _is_installed(name: str) -> bool:

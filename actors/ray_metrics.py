@@ -98,7 +98,9 @@ class RayMetrics:
     def __call__(self, record: Mapping[str, MetricValue]) -> None:
         """Take a step record, as metrics.jsonl has it.
 
-        A field that is missing or no finite number leaves its metric as it was.
+        A field that is missing leaves its metric as it was. One that is not a number makes its
+        gauge NaN, which Prometheus sees as a gap: the former value would look healthy. Counters
+        leave it out.
         """
         found = {
             name: float(value)
@@ -106,8 +108,8 @@ class RayMetrics:
             if isinstance(value, SupportsFloat) and math.isfinite(value)
         }
         for field, gauge in self._gauges.items():
-            if field in found:
-                gauge.set(found[field], tags=self._run)
+            if field in record:
+                gauge.set(found.get(field, math.nan), tags=self._run)
         for field, counter in self._counters.items():
             _add(counter, found.get(field, 0.0), self._run)
         if "seconds_step" in found:

@@ -30,6 +30,7 @@ from actors.student_side import (
     warmup_traces,
 )
 from actors.supervisor import RestartBudget
+from actors.teacher_files import keep_teacher
 from actors.teacher_scoring import prefix_scorer, teacher_scorer
 from actors.teacher_side import TEACHER_SEAL_FILE, fit_teacher, teacher_tokenizer
 from actors.warm_start import take_over_student, take_over_teacher
@@ -46,6 +47,7 @@ from miniverl_dist.schemas.evaluation import EvaluationReport, TailCalls
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
+from miniverl_dist.training.eval_settings import recipe_settings
 from miniverl_dist.training.evaluate import assignments
 from miniverl_dist.training.evaluator import Evaluator, read_evaluation
 from miniverl_dist.training.loop import Trainer, TrainerPorts
@@ -104,6 +106,8 @@ class SingleActor:
 
             prepare_student(self._config, self.tokenizer, self._run_dir)
         teacher = self._config.teacher if with_teacher else None
+        if with_teacher:
+            keep_teacher(self._config, self._run_dir)
         is_fitted = (self._run_dir / TEACHER_SEAL_FILE).exists()  # written last
         if teacher is None or teacher.fit is None or is_fitted:
             return
@@ -307,6 +311,8 @@ class SingleActor:
             config = config.model_copy(update={"tail_calls": tail_calls})
         places = assignments(side.environment.tasks(), side.eval_ids, config.tail_calls)
         report = read_evaluation(self._recorder.run) or self.empty_evaluation()
+        if not report.settings:  # of an earlier version, under this very config
+            report = report.model_copy(update={"settings": recipe_settings(self._config)})
         sources = EvaluationSources(self._config, side, student, self._run_dir, self._clock)
         return Evaluator(
             sources.by_name(),
@@ -334,6 +340,7 @@ class SingleActor:
             families=_named(side.eval_ids, lambda task_id: tasks[task_id].family),
             doubtful_ids=tuple(i for i in side.eval_ids if i in doubtful),
             doubtful_source=self._config.evaluation.doubtful_source,
+            settings=recipe_settings(self._config),
         )
 
     async def trainer(self, parts: Parts, *, with_warmup: bool) -> Trainer:

@@ -193,14 +193,22 @@ def client_limits(config: TeacherConfig) -> ClientLimits:
 def load_teacher(
     config: TeacherConfig, run_dir: Path, backbone: BackboneTeacher | None = None
 ) -> PrefillScorer:
-    """The teacher's model, in this process; that over the student's backbone is given."""
+    """The teacher's model, in this process; that over the student's backbone is given.
+
+    Its softmax covers its tokenizer's ids, as the student's does, and no padding of its projection.
+    """
     from teacher_server.batching import BatchLimits
     from teacher_server.scorer import PrefillScorer, load_scorer
 
     if backbone is not None:
         return PrefillScorer(backbone, name=_name(config))
     if isinstance(config.model, HFModelConfig):
-        return load_scorer(config.model.path, dtype=config.model.dtype, limits=BatchLimits())
+        return load_scorer(
+            config.model.path,
+            dtype=config.model.dtype,
+            limits=BatchLimits(),
+            num_ids=teacher_tokenizer(config, run_dir).vocab_size,
+        )
     return load_scorer(run_dir / TEACHER_FOLDER)
 
 

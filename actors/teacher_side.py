@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 TEACHER_FOLDER = "teacher"
 TEACHER_VOCABULARY_FILE = "teacher-vocabulary.json"
 TEACHER_SEAL_FILE = "teacher.json"
+TEACHER_REMEDY = (
+    f"remove {TEACHER_FOLDER}/ and {TEACHER_SEAL_FILE} to have `resume` make it again, or start a "
+    "new run"
+)
 """Checksums of the fitted teacher; written last, so a teacher without it was never finished."""
 
 
@@ -242,7 +246,7 @@ def teacher_tokenizer(config: TeacherConfig, run_dir: Path) -> TokenizerLike:
         CheckpointError, ChecksumError: the fitted teacher is damaged.
     """
     if config.fit is not None:
-        verify_seal(run_dir / TEACHER_FOLDER, run_dir / TEACHER_SEAL_FILE)
+        verify_seal(run_dir / TEACHER_FOLDER, run_dir / TEACHER_SEAL_FILE, TEACHER_REMEDY)
     base = load_tokenizer(config.tokenizer)
     path = run_dir / TEACHER_VOCABULARY_FILE if config.fit is not None else config.vocabulary
     return base if path is None else SubVocabulary.load(path, base)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from actors.teacher_side import TEACHER_FOLDER, TEACHER_SEAL_FILE
+from actors.recipe_checks import check_present_folders
+from actors.teacher_side import TEACHER_FOLDER, TEACHER_REMEDY, TEACHER_SEAL_FILE
 from miniverl_dist.config.arms import BENCHMARK_KIND, load_benchmark
 from miniverl_dist.config.load import (
     config_kind,
@@ -55,7 +56,9 @@ def validate_path(path: Path) -> str:
             service = load_teacher_service(path)
             return f"teacher service {service.name}, kind {service.kind}"
         config = load_config(path).config
-        return f"recipe {config.name}, objective {config.objective}, {config.policy_label}"
+        folders = check_present_folders(config)
+        told = f"recipe {config.name}, objective {config.objective}, {config.policy_label}"
+        return told + (f", {_counted(folders, 'model folder')}" if folders else "")
     if path.suffix == ".jsonl":
         return _record_file(path)
     if path.name == CHECKPOINT_MARKER:
@@ -85,11 +88,12 @@ def _run(path: Path) -> str:
     found += [_record_file(path / name) for name in RecordFile if (path / name).exists()]
     found += [_evaluation(file) for file in sorted(path.glob("eval*.json"))]
     if (path / TEACHER_SEAL_FILE).exists():
-        checkpoint.verify_seal(path / TEACHER_FOLDER, path / TEACHER_SEAL_FILE)
+        checkpoint.verify_seal(path / TEACHER_FOLDER, path / TEACHER_SEAL_FILE, TEACHER_REMEDY)
         found.append("the fitted teacher")
     if (path / TEACHER_CACHE).exists():
         found.append(_teacher_cache(path / TEACHER_CACHE))
-    found.append(_counted(Journal(path / "journal").verify(), "journalled step"))
+    journal = Journal(path / "journal", config.digest)
+    found.append(_counted(journal.verify(), "journalled step"))
     checkpoint.newest_checkpoint(path / CHECKPOINTS)
     checkpoints = checkpoint.list_checkpoints(path / CHECKPOINTS)
     for folder in checkpoints:

@@ -77,6 +77,15 @@ def require_warm_start(config: RunConfig) -> None:
         _check_same_fit(config, config.teacher, config.teacher.fitted)
 
 
+def warm_vocabulary(config: RunConfig, warm_start: Path) -> SubVocabulary:
+    """The declared vocabulary of the weights that a run starts from.
+
+    Raises:
+        See `require_warm_start`.
+    """
+    return _matching(config, _student_source(warm_start))[1]
+
+
 def take_over_student(config: RunConfig, run_dir: Path) -> None:
     """Copy weights and declared vocabulary into the run directory, unless that was done before.
 

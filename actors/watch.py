@@ -1,8 +1,9 @@
 """`miniverl-dist watch`: a run as it is now, in a terminal.
 
-Reads the ends of a run's files and nothing else: it writes nothing and never touches the lock, not
-even to ask for it, since a run that starts at that very moment would find it taken. A folder that
-is mounted from another machine is therefore read like any other.
+Reads the ends of a run's files (an evaluation's episodes it counts) and nothing else: it writes
+nothing and never touches the lock, not even to ask for it, since a run that starts at that very
+moment would find it taken. A folder that is mounted from another machine is therefore read like any
+other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from miniverl_dist.observability.run_dir import (
     RunDirectory,
     parse_json_line,
 )
-from miniverl_dist.reporting.record_tail import lines_from_end
+from miniverl_dist.reporting.evaluation_folder import evaluation_status, is_evaluation
+from miniverl_dist.reporting.record_tail import lines_from_end, num_lines
 
 MAX_STEPS: Final = 60
 """Last steps that trends are drawn from."""
@@ -38,7 +40,7 @@ _SILENT_S: Final = 60.0
 """Least time without a written byte after which a run that calls itself running is doubted."""
 _SILENT_STEPS: Final = 10
 """The same in lengths of its steps."""
-_OVER: Final = frozenset({"finished", "stopped", "failed", "evaluation"})
+_OVER: Final = frozenset({"finished", "stopped", "failed"})
 _SAYINGS: Final[Mapping[str, str]] = {
     Event.RUN_STARTED: "running",
     Event.RESUMED: "running",
@@ -56,10 +58,13 @@ class RunView:
 
     name: str
     status: str = "unknown"
-    """The manifest's word (``created``, ``running``, ``finished``, ``stopped``, ``failed``,
-    ``evaluation``), ``silent`` for a running one that has written nothing for long, or
-    ``unknown``."""
+    """The manifest's word (``created``, ``running``, ``finished``, ``stopped``, ``failed``),
+    ``silent`` for a running one that has written nothing for long, or ``unknown``."""
     manifest: dict[str, Any] = field(default_factory=dict)
+    is_evaluation: bool = False
+    """The folder of an evaluation: nothing is trained in it, ``status`` is the evaluation's."""
+    num_played: int = 0
+    """Evaluation episodes that have ended; counted where ``is_evaluation``."""
     num_steps: int | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """The last `MAX_STEPS` steps, oldest first."""
@@ -93,7 +98,11 @@ def look(run_dir: Path, *, now: Callable[[], float] = time.time) -> RunView:
     path = RunDirectory.open(run_dir).path
     view = RunView(run_dir.resolve().name)
     view.manifest = _object(path / MANIFEST, view.problems)
-    view.num_steps = _num_steps(path / CONFIG_RESOLVED, view.problems)
+    view.is_evaluation = is_evaluation(view.manifest)
+    if view.is_evaluation:
+        view.num_played = num_lines(path / RecordFile.EVAL_TRAJECTORIES)
+    else:
+        view.num_steps = _num_steps(path / CONFIG_RESOLVED, view.problems)
     cut_off: list[str] = []
     found = _records(path / RecordFile.METRICS, MAX_STEPS, view.problems, cut_off, _is_metric)
     by_step = {record["step"]: record for record in found}
@@ -137,6 +146,8 @@ def follow(
 def _status(view: RunView) -> str:
     """The manifest's word, or without it the last such event; doubted after a long silence."""
     status = view.manifest.get("status")
+    if view.is_evaluation:
+        status = evaluation_status(view.manifest, has_rows=bool(view.evaluation))
     for event in reversed(view.events) if status is None else ():
         status = _SAYINGS.get(str(event.get("event")))
         if status is not None:
@@ -209,7 +220,7 @@ def _records(
                 continue
             try:
                 record = parse_json_line(line, path.name)
-            except RecordError:
+            except (RecordError, RecursionError):
                 num_bad += 1
                 continue
             if is_wanted(record):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from actors.fitted_table import FittedTable
 from actors.watch import RunView
 from miniverl_dist.observability.events import Event
-from miniverl_dist.observability.metrics import METRICS
+from miniverl_dist.observability.metrics import NOT_A_NUMBER
 from miniverl_dist.reporting.charts import PHASES
+from miniverl_dist.reporting.windows import is_number, label, shown_fields
 
 _TRENDS: Final = (
     "pass_rate",
@@ -114,7 +114,7 @@ class LiveFrames:
 
 def sparkline(values: Sequence[object], width: int = _BAR) -> str:
     """The last ``width`` values as bars from their least to their greatest; a blank where none."""
-    shown = [value if _is_finite(value) else None for value in values[-width:]]
+    shown = [value if is_number(value) else None for value in values[-width:]]
     known = [value for value in shown if value is not None]
     if not known:
         return ""
@@ -140,6 +140,8 @@ def duration(seconds: float) -> str:
 def _head(view: RunView) -> Iterator[Text]:
     line = Text(_plain(view.name), style="bold")
     line.append(f"  {_plain(view.status)}", style=_COLORS.get(view.status, ""))
+    if view.is_evaluation:
+        line.append("  evaluation, nothing is trained here")
     for key in ("objective", "policy_label"):
         if key in view.manifest:
             line.append(f"  {_plain(view.manifest[key])}", style="dim")
@@ -148,6 +150,8 @@ def _head(view: RunView) -> Iterator[Text]:
         yield Text("no byte was written for long: a long step, a stall, or a killed process")
     of = "" if view.num_steps is None else f" of {view.num_steps}"
     parts = [f"step {view.step}{of}"]
+    if view.is_evaluation:
+        parts = [f"{view.num_played} episodes played"]
     if view.num_steps:
         done = min(_BAR, round(_BAR * view.step / view.num_steps))
         parts.append("█" * done + "░" * (_BAR - done))
@@ -160,41 +164,54 @@ def _head(view: RunView) -> Iterator[Text]:
     yield Text("  ".join(parts))
 
 
-def _metrics(view: RunView) -> Table | None:
-    table = _table("Metrics", ("", "last", "least", "greatest", "trend"), numeric=(1, 2, 3))
-    for name in _TRENDS:
+def _metrics(view: RunView) -> FittedTable | None:
+    """Fields that any of the steps measured; the last value is the last step's, whatever it is."""
+    rows = []
+    for name in shown_fields(_TRENDS, view.metrics):
         values = [record.get(name) for record in view.metrics]
-        known = [value for value in values if _is_finite(value)]
-        if known:
-            numbers = (f"{value:.4g}" for value in (known[-1], min(known), max(known)))
-            table.add_row(f"{name} ({METRICS[name].unit})", *numbers, sparkline(values))
-    return table if table.row_count else None
+        known = [value for value in values if is_number(value)]
+        bad = sum(name in record and not is_number(record[name]) for record in view.metrics)
+        ends = [f"{value:.4g}" for value in (min(known), max(known))] if known else ["-", "-"]
+        last = _last(view.metrics[-1], name)
+        rows.append((label(name), last, f"{bad} steps" if bad else "", *ends, sparkline(values)))
+    head = ("", "last", NOT_A_NUMBER, "least", "greatest", "trend")
+    table = FittedTable("Metrics", head, numeric=(1, 2, 3, 4), dispensable=(5, 3, 4, 2), rows=rows)
+    return table if rows else None
 
 
-def _phases(view: RunView) -> Table | None:
+def _last(record: Mapping[str, Any], name: str) -> str:
+    if name not in record:
+        return "-"
+    return f"{record[name]:.4g}" if is_number(record[name]) else NOT_A_NUMBER
+
+
+def _phases(view: RunView) -> FittedTable | None:
     last = view.metrics[-1] if view.metrics else {}
-    found = {name: last[name] for name in PHASES if _is_finite(last.get(name))}
+    found = {name: last[name] for name in PHASES if is_number(last.get(name))}
     total = sum(found.values())
     if total <= 0:
         return None
-    table = _table("Time of the last step", ("", "seconds", "share"), numeric=(1,))
-    for name, seconds in found.items():
-        table.add_row(name, f"{seconds:.3g}", "█" * round(_BAR * seconds / total))
-    return table
+    rows = [
+        (name, f"{seconds:.3g}", "█" * round(_BAR * seconds / total))
+        for name, seconds in found.items()
+    ]
+    head = ("", "seconds", "share")
+    return FittedTable("Time of the last step", head, numeric=(1,), dispensable=(2,), rows=rows)
 
 
-def _evaluation(view: RunView) -> Table | None:
+def _evaluation(view: RunView) -> FittedTable | None:
     head = ("policy", "when", "T", "episodes", "pass rate", "95 %", "reward")
-    table = _table("Evaluation", head, numeric=(2, 3, 4, 6))
-    for row in view.evaluation:
-        ends = [row.get("pass_low"), row.get("pass_high")]
-        table.add_row(
+    rows = [
+        (
             *(_plain(row.get(key, "?")) for key in ("policy", "tag", "tail_calls", "num_episodes")),
             _number(row.get("pass_rate")),
-            " to ".join(map(_number, ends)),
+            " to ".join(_number(row.get(key)) for key in ("pass_low", "pass_high")),
             _number(row.get("reward_mean")),
         )
-    return table if table.row_count else None
+        for row in view.evaluation
+    ]
+    table = FittedTable("Evaluation", head, (2, 3, 4, 6), dispensable=(6, 3, 5, 2), rows=rows)
+    return table if rows else None
 
 
 def _events(
@@ -206,7 +223,7 @@ def _events(
         yield Text(title, style="italic")
     for event in events:
         at = event.get("time_s")
-        ago = f"{duration(max(0.0, now_s - at))} ago" if _is_finite(at) else "?"
+        ago = f"{duration(max(0.0, now_s - at))} ago" if is_number(at) else "?"
         facts = {key: value for key, value in event.items() if key not in ("event", "time_s")}
         details = ", ".join(f"{key}: {_value(value)}" for key, value in facts.items())
         line = Text(no_wrap=True, overflow="ellipsis")
@@ -215,19 +232,12 @@ def _events(
         yield line.append(f"  {_cut(_plain(details))}")
 
 
-def _table(title: str, head: Sequence[str], *, numeric: Sequence[int]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for index, name in enumerate(head):
-        table.add_column(name, justify="right" if index in numeric else "left", no_wrap=True)
-    return table
-
-
 def _value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _number(value: object) -> str:
-    return f"{value:.3f}" if _is_finite(value) else "?"
+    return f"{value:.3f}" if is_number(value) else "?"
 
 
 def _cut(text: str) -> str:
@@ -238,7 +248,3 @@ def _plain(value: object) -> str:
     """One line without control characters: a model's words must not steer the terminal."""
     flat = " ".join(str(value).split())
     return "".join(character if character.isprintable() else "\ufffd" for character in flat)
-
-
-def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

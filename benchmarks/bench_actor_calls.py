@@ -54,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp) / "run"
         calls = counted_run(folder)
-        lines = (folder / "trajectories.jsonl").read_text().splitlines()
+        lines = (folder / "trajectories.jsonl").read_bytes().splitlines()
     trajectories = [json.loads(line)["trajectory"] for line in lines]
     turns = sum(sum(span["sampled"] for span in t["spans"]) for t in trajectories)
     tokens = sum(sum(t["loss_mask"]) for t in trajectories)

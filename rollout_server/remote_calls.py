@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from miniverl_dist.errors import RecordError
-from miniverl_dist.generate_api.chat import ChatMessage, ChatToolCall
+from miniverl_dist.generate_api.chat import ChatMessage, FunctionCall
 from miniverl_dist.schemas.messages import (
     Message,
     ParsedCall,
@@ -29,6 +29,10 @@ from rollout_server.tool_calls import (
     write_hermes_json,
 )
 
+_MAX_LEVELS = 64
+"""Deeper arguments are malformed: no tool takes them, and readers of JSON give up on them."""
+_MAX_SHOWN_CHARS = 16 * 2**10
+"""Of a call that could not be read: it is there to be looked at, and costs tokens."""
 _THINKING_END = "</think>"
 _THINKING_START = "<think>"
 
@@ -127,23 +131,21 @@ def read_message(message: ChatMessage, *, is_cut: bool) -> ParsedMessage:
         message: Of the reply.
         is_cut: Its token limit ended it: unreadable arguments then count as cut off.
     """
-    text = without_thinking(without_surrogates(message.content or ""))
-    calls = tuple(_read_call(call, is_cut=is_cut) for call in message.tool_calls or ())
+    text = without_thinking(without_surrogates(message.text))
+    calls = tuple(_read_call(call, is_cut=is_cut) for call in message.calls)
     return ParsedMessage(text=text.strip(), calls=calls)
 
 
-def _read_call(call: ChatToolCall, *, is_cut: bool) -> ParsedCall:
-    name = without_surrogates(call.function.name or "").strip()
-    given = call.function.arguments
-    written = given if isinstance(given, str) else json.dumps(given if given is not None else {})
-    raw = f"{name}({without_surrogates(written)})"
+def _read_call(call: FunctionCall, *, is_cut: bool) -> ParsedCall:
+    name = without_surrogates(call.name or "").strip()
+    raw = _shown(f"{name}({_written(call.arguments)})")
     if not name:
         return ParsedCall(
             status=ParseStatus.MISSING_NAME, raw=raw, error="the call does not name a function"
         )
     try:
-        text = write_hermes_json([ToolCall(name=name, arguments=_arguments(written))])
-    except (ValueError, RecursionError, RecordError) as error:
+        text = write_hermes_json([ToolCall(name=name, arguments=_arguments(call.arguments))])
+    except (ValueError, RecordError) as error:
         status = ParseStatus.TRUNCATED if is_cut else ParseStatus.MALFORMED
         return ParsedCall(
             status=status, raw=raw, error=f"the arguments are no valid JSON object: {error}"
@@ -153,13 +155,47 @@ def _read_call(call: ChatToolCall, *, is_cut: bool) -> ParsedCall:
     return read.model_copy(update={"raw": raw})
 
 
-def _arguments(written: str) -> dict[str, Any]:
-    """Arguments as JSON text; raises ``ValueError``."""
-    # Some servers send nothing at all for a call without arguments.
-    arguments = json.loads(written) if written.strip() else {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"found {type(arguments).__name__}")  # noqa: TRY004 - as json.loads raises
-    return arguments
+def _written(given: Any) -> str:  # noqa: ANN401 - any JSON
+    """Arguments as text, for the record."""
+    if isinstance(given, str):
+        return without_surrogates(given)
+    too_deep = given is not None and _is_deeper(given, _MAX_LEVELS)
+    return "{...}" if too_deep else json.dumps({} if given is None else given)
+
+
+def _shown(raw: str) -> str:
+    num_left_out = len(raw) - _MAX_SHOWN_CHARS
+    if num_left_out <= 0:
+        return raw
+    half = _MAX_SHOWN_CHARS // 2
+    return f"{raw[:half]} [{num_left_out} characters are left out here] {raw[-half:]}"
+
+
+def _arguments(given: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON
+    """Arguments as JSON text, or as the value itself; raises ``ValueError``."""
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return {}  # some servers send nothing at all for a call without arguments
+    try:
+        value = json.loads(given) if isinstance(given, str) else given
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(value, dict):
+        raise ValueError(f"found {type(value).__name__}")  # noqa: TRY004 - as json.loads raises
+    if _is_deeper(value, _MAX_LEVELS):
+        raise _too_deep()
+    return value
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"nested more than {_MAX_LEVELS} levels deep")
+
+
+def _is_deeper(value: Any, levels: int) -> bool:  # noqa: ANN401 - any JSON
+    """Whether lists and objects stand in each other more than ``levels`` times."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(part, levels - 1) for part in inner)
 
 
 def as_wire_text(parsed: ParsedMessage, write_calls: ToolCallWriter) -> str:

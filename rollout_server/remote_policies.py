@@ -7,6 +7,7 @@ asked token by token in the student's chat format, for a server of a model with 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,8 @@ from miniverl_dist.generate_api.client import GenerateClient
 from miniverl_dist.generate_api.wire import GenerateReply, GenerateRequest, SamplingParams
 from miniverl_dist.ports import ChatFormat, WeightSnapshot
 from miniverl_dist.schemas.messages import ToolSchema
+from rollout_server.model_names import checked_name, shown_name, shown_names
+from rollout_server.off_loop import OffLoop
 from rollout_server.policies import Moment, Turn
 from rollout_server.remote_calls import (
     as_wire_text,
@@ -39,15 +42,17 @@ from rollout_server.remote_calls import (
 from rollout_server.tool_calls import ToolCallParser, ToolCallWriter
 
 CallForm = Literal["tools", "text"]
+_ENDPOINT_CHARS = 8
 _SEED_BITS = 31
 """Servers differ in how large a seed they take."""
-_FINISHES: Mapping[str, Literal["turn_end", "other_end", "length"]] = {
+_FINISHES: Mapping[str, Literal["turn_end", "length"]] = {
     "stop": "turn_end",
     "tool_calls": "turn_end",
     "function_call": "turn_end",
     "length": "length",
-    "content_filter": "other_end",
 }
+_CALL_FINISHES = frozenset({"tool_calls", "function_call"})
+_MAX_FINISH_CHARS = 40
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,27 @@ class ChatSettings:
         suffix = {None: "", True: "+thinking", False: "-thinking"}[self.thinking]
         return f"openai:{self.model}:{self.form}{suffix}"
 
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Everything here that changes how episodes go."""
+        return {
+            "model": self.model,
+            "form": self.form,
+            "temperature": repr(self.temperature),
+            "max_new_tokens": str(self.max_new_tokens),
+            "thinking": str(self.thinking),
+        }
+
+
+def endpoint_digest(urls: str | Sequence[str]) -> str:
+    """A name for one server, or several of one model in any order, that does not show where it is.
+
+    Args:
+        urls: As ``config.urls.server_url`` writes them.
+    """
+    ordered = sorted([urls] if isinstance(urls, str) else urls)
+    return hashlib.sha256("\n".join(ordered).encode()).hexdigest()[:_ENDPOINT_CHARS]
+
 
 class ChatPolicy:
     """Asks an OpenAI-compatible server for each turn; implements `policies.Policy`.
@@ -78,6 +104,7 @@ class ChatPolicy:
         chat: Spells what was said for the record.
         parse: Reads the run's wire format.
         write_calls: Writes it.
+        num_threads: Read and tokenise replies, which may be long; see `OffLoop`.
     """
 
     def __init__(
@@ -87,16 +114,34 @@ class ChatPolicy:
         chat: ChatFormat,
         parse: ToolCallParser,
         write_calls: ToolCallWriter,
+        *,
+        num_threads: int = 1,
     ) -> None:
         self._client, self._settings, self._chat = client, settings, chat
         self._parse, self._write_calls = parse, write_calls
+        self._off_loop = OffLoop(num_threads)
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What two evaluations must have in common to be of one policy; nothing of it is secret."""
+        return {"endpoint": endpoint_digest(self._client.base_url), **self._settings.identity}
 
     async def act(self, prompt: Sequence[int], session: Session, moment: Moment) -> Turn:
-        """See `Policy.act`; the prompt's tokens are not sent, its messages are."""
-        body = self.request(session.call_schemas(), moment)
+        """See `Policy.act`; the prompt's tokens are not sent, its messages are.
+
+        Raises:
+            EngineError: a reply that does not tell what the model did. Nobody can score that: a
+                finish that is not known; calls that were announced and not sent, or sent where
+                none were asked for; a turn that a filter has withheld, which is not what the model
+                wrote. A model that declines in its own words has answered.
+        """
+        schemas = session.call_schemas()
+        # Waits for a thread; bounded by the length of an episode.
+        body = await self._off_loop.run(lambda: self.request(schemas, moment))
         # Waits for the server; retries included, bounded by the client's deadline.
         reply = await self._client.complete(body)
-        return self._turn(reply)
+        # Waits for a thread; bounded by the length that the client lets a reply have.
+        return await self._off_loop.run(lambda: self._turn(reply))
 
     def request(self, schemas: Mapping[str, ToolSchema], moment: Moment) -> dict[str, Any]:
         """The body of a request; the same moment gives the same bytes."""
@@ -127,34 +172,54 @@ class ChatPolicy:
             parsed = read_message(choice.message, is_cut=finish == "length")
             text = as_wire_text(parsed, self._write_calls)
         else:
-            text = without_thinking(choice.message.content or "")
+            text = without_thinking(choice.message.text)
         ids = tuple(self._chat.tokenizer.encode_bytes(text.encode("utf-8", "replace")))
         end = () if finish == "length" else (self._chat.turn_end_id,)
         return Turn((*ids, *end), None, (), finish, parsed=parsed)
 
-    def _finish(self, choice: ChatChoice) -> Literal["turn_end", "other_end", "length"]:
-        finish = _FINISHES.get(choice.finish_reason or "stop")
-        if finish is None:
-            raise EngineError(
-                f"{self._client.base_url} ended a turn as {choice.finish_reason!r}, expected one "
-                f"of {', '.join(_FINISHES)}"
-            )
-        return finish
+    def _finish(self, choice: ChatChoice) -> Literal["turn_end", "length"]:
+        """How a turn ended; no reason given counts as ``stop``. Raises ``EngineError``."""
+        reason = choice.finish_reason or "stop"
+        problem = _finish_problem(reason, self._settings.form, has_calls=bool(choice.message.calls))
+        if problem is not None:
+            shown = shown_name(reason[:_MAX_FINISH_CHARS])
+            raise EngineError(f"{self._client.base_url} ended a turn as {shown!r}, {problem}")
+        return _FINISHES[reason]
+
+
+def _finish_problem(reason: str, form: CallForm, *, has_calls: bool) -> str | None:
+    """Why a reply does not tell what the model did; None where it does."""
+    if reason == "content_filter":
+        return "so a filter has withheld what the model wrote"
+    if reason not in _FINISHES:
+        return f"expected one of {', '.join(_FINISHES)}"
+    if reason in _CALL_FINISHES and not has_calls:
+        return (
+            "but sent no call: see what its tool-call parser does, or use --calls text with a "
+            "server that leaves the text as it is"
+        )
+    if has_calls and form == "text":
+        return (
+            "with calls taken out of the text, which was to stay as it is: start it without a "
+            "tool-call parser, or use --calls tools"
+        )
+    return None
 
 
 async def served_model(client: ChatClient, model: str | None) -> str:
     """The model's name, once the server says that it has it; asks nothing of the model.
 
     Raises:
-        ConfigError: no such server, no such model, or several and none was named.
+        ConfigError: no such server, no such model, several and none was named, or a name that
+            tables cannot show.
     """
     try:
         found = await client.models()
     except (GenerateApiError, DeadlineError) as error:
         raise _not_this_api(client.base_url, "/models", error) from error
-    listed = ", ".join(found) or "none"
+    listed = shown_names(found)
     if model is None and len(found) == 1:
-        return found[0]
+        model = found[0]
     if model is None:
         raise ConfigError(
             f"policy openai: {client.base_url} serves {len(found)} models ({listed}): choose one "
@@ -164,7 +229,7 @@ async def served_model(client: ChatClient, model: str | None) -> str:
         raise ConfigError(
             f"policy openai: {client.base_url} has no model {model!r}; it serves {listed}"
         )
-    return model
+    return checked_name(model, f"policy openai: {client.base_url}")
 
 
 async def check_chat(
@@ -233,6 +298,12 @@ class ServedEngine:
     def __init__(self, client: GenerateClient, name: str) -> None:
         self._client, self.name, self.weight_version = client, name, 0
 
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Which server and model; how it is asked is its policy's own."""
+        urls = [endpoint.url for endpoint in self._client.endpoints]
+        return {"endpoint": endpoint_digest(urls), "model": self.name}
+
     async def start(self) -> None:
         """Nothing: it runs already."""
 
@@ -263,7 +334,8 @@ async def served_engine(client: GenerateClient, vocab_size: int) -> ServedEngine
         vocab_size: Ids that prompts are made of; the server has to know them all.
 
     Raises:
-        ConfigError: no SGLang server, or one that cannot read these ids.
+        ConfigError: no SGLang server, one that cannot read these ids, or a model's name that
+            tables cannot show.
     """
     try:
         info = await client.model_info()
@@ -279,7 +351,10 @@ async def served_engine(client: GenerateClient, vocab_size: int) -> ServedEngine
             f"student's tokenizer has {vocab_size} ids: it serves a model of another tokenizer; "
             "use --policy openai:URL/v1, which sends text"
         )
-    return ServedEngine(client, f"sglang:{info.model_path.rstrip('/').rpartition('/')[2]}")
+    folder = info.model_path.rstrip("/").rpartition("/")[2]
+    return ServedEngine(
+        client, f"sglang:{checked_name(folder, f'policy sglang: {client.base_url}')}"
+    )
 
 
 def _first_word() -> GenerateRequest:

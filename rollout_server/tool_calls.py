@@ -5,13 +5,12 @@
     deepseek      V4's DSML: <｜DSML｜tool_calls><｜DSML｜invoke name="NAME">...
 
 A parser takes any text and never raises: what looks like a call and cannot be read is a call with
-a typed status and an error that the model can act on. All calls of a message are found, in order.
+a typed status and an error that the model can act on. All calls of a message are found, in order,
+up to ``MAX_CALLS``: whatever begins behind them is one malformed call.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,12 @@ from miniverl_dist.schemas.messages import (
     ToolSchema,
 )
 from miniverl_dist.tokens.byte_table import without_surrogates
+from rollout_server.strict_json import dumps, loads
 
 Schemas = Mapping[str, ToolSchema]
 
-_MAX_DEPTH = 64
-"""Deeper JSON is refused: writing it again would exceed what serialisers accept."""
+MAX_CALLS = 512
+"""Of one message; reading hundreds of thousands of markers takes seconds."""
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 """What models write for JSON's words when a tool's documentation speaks Python."""
@@ -48,6 +48,10 @@ _DSML_PARAMETER = re.compile(
     r'\s*<｜DSML｜parameter name="([^"\n]*)" string="(true|false)">(.*?)</｜DSML｜parameter>',
     re.DOTALL,
 )
+
+
+_Part = tuple[int, str | ParsedCall]
+"""Where it begins in the message, and a text or a call there."""
 
 
 class ToolCallParser(Protocol):
@@ -79,45 +83,65 @@ def writer(name: str) -> ToolCallWriter:
 
 def parse_qwen_xml(text: str, schemas: Schemas | None = None) -> ParsedMessage:
     """Read Qwen's XML calls; see `ToolCallParser`."""
-    parts: list[str] = []
-    calls: list[ParsedCall] = []
-    for block in _blocks(without_surrogates(text)):
-        if block.is_text:
-            end = 0
-            for bare in _BARE_FUNCTION.finditer(block.raw):
-                parts.append(block.raw[end : bare.start()])
-                calls.append(_bare_function(bare[0], is_last=block.is_last))
-                end = bare.end()
-            parts.append(block.raw[end:])
-        else:
-            calls.append(block.failure() or _read_xml(block, schemas or {}))
-    return ParsedMessage(text="".join(parts).strip(), calls=tuple(calls))
+    text = without_surrogates(text)
+    return _message(text, _xml_parts(text, schemas or {}))
+
+
+def _xml_parts(text: str, schemas: Schemas) -> Iterator[_Part]:
+    for block in _blocks(text):
+        if not block.is_text:
+            yield block.start, block.failure() or _read_xml(block, schemas)
+            continue
+        end = 0
+        for bare in _BARE_FUNCTION.finditer(block.raw):
+            yield block.start + end, block.raw[end : bare.start()]
+            yield block.start + bare.start(), _bare_function(bare[0], is_last=block.is_last)
+            end = bare.end()
+        yield block.start + end, block.raw[end:]
 
 
 def parse_hermes_json(text: str, schemas: Schemas | None = None) -> ParsedMessage:
     """Read Hermes' JSON calls; ``schemas`` is not needed: JSON carries its types."""
-    blocks = list(_blocks(without_surrogates(text)))
-    return ParsedMessage(
-        text="".join(block.raw for block in blocks if block.is_text).strip(),
-        calls=tuple(block.failure() or _read_json(block) for block in blocks if not block.is_text),
+    text = without_surrogates(text)
+    parts = (
+        (block.start, block.raw if block.is_text else block.failure() or _read_json(block))
+        for block in _blocks(text)
     )
+    return _message(text, parts)
 
 
 def parse_deepseek(text: str, schemas: Schemas | None = None) -> ParsedMessage:
     """Read V4's DSML calls; ``schemas`` is not needed: parameters say whether they are strings."""
     text = without_surrogates(text)
-    parts: list[str] = []
-    calls: list[ParsedCall] = []
+    return _message(text, _dsml_parts(text))
+
+
+def _dsml_parts(text: str) -> Iterator[_Part]:
     position = 0
     while (start := text.find(_DSML_OPEN, position)) >= 0:
-        parts.append(text[position:start])
+        yield position, text[position:start]
         close = text.find(_DSML_CLOSE, start)
-        is_closed = close >= 0
-        body = text[start + len(_DSML_OPEN) : close if is_closed else len(text)]
-        calls += _read_dsml(body, is_closed=is_closed)
-        position = close + len(_DSML_CLOSE) if is_closed else len(text)
-    parts.append(text[position:])
-    return ParsedMessage(text="".join(parts).strip(), calls=tuple(calls))
+        is_closed, body = close >= 0, start + len(_DSML_OPEN)
+        end = close if is_closed else len(text)
+        yield from _read_dsml(text, body, end, is_closed=is_closed)
+        position = end + len(_DSML_CLOSE) if is_closed else end
+    yield position, text[position:]
+
+
+def _message(text: str, parts: Iterable[_Part]) -> ParsedMessage:
+    """Texts and calls in their order; no further call is read behind the last that counts."""
+    texts: list[str] = []
+    calls: list[ParsedCall] = []
+    for start, part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif len(calls) < MAX_CALLS:
+            calls.append(part)
+        else:
+            told = f"more than {MAX_CALLS} calls in one message; make fewer at once"
+            calls.append(_malformed(told).as_call(text[start:]))
+            break
+    return ParsedMessage(text="".join(texts).strip(), calls=tuple(calls))
 
 
 def write_qwen_xml(calls: Sequence[ToolCall]) -> str:
@@ -147,7 +171,7 @@ def write_hermes_json(calls: Sequence[ToolCall]) -> str:
     """
     texts = []
     for call in calls:
-        body = _dumps({"name": call.name, "arguments": call.arguments})
+        body = dumps({"name": call.name, "arguments": call.arguments})
         # A tag can only stand in a string, where JSON can spell its first letter otherwise.
         body = _CALL_TAG.sub(lambda tag: "\\u003c" + tag[0][1:], body)
         texts.append(f"<tool_call>\n{body}\n</tool_call>")
@@ -187,6 +211,8 @@ class _UnreadableError(Exception):
 class _Block:
     """A stretch of text: free text, or one ``<tool_call>`` with its tags."""
 
+    start: int
+    """Where it begins in the message."""
     raw: str
     is_text: bool
     is_closed: bool = True
@@ -211,18 +237,18 @@ def _blocks(text: str) -> Iterator[_Block]:
     for tag in _CALL_TAG.finditer(text):
         if tag[0] == "<tool_call>":
             if opened < 0:
-                yield _Block(text[position : tag.start()], is_text=True)
+                yield _Block(position, text[position : tag.start()], is_text=True)
             else:
-                yield _Block(text[opened : tag.start()], is_text=False, is_closed=False)
+                yield _Block(opened, text[opened : tag.start()], is_text=False, is_closed=False)
             opened = tag.start()
         elif opened >= 0:
             position = tag.end()
-            yield _Block(text[opened:position], is_text=False)
+            yield _Block(opened, text[opened:position], is_text=False)
             opened = -1
     if opened < 0:
-        yield _Block(text[position:], is_text=True, is_last=True)
+        yield _Block(position, text[position:], is_text=True, is_last=True)
     else:
-        yield _Block(text[opened:], is_text=False, is_closed=False, is_last=True)
+        yield _Block(opened, text[opened:], is_text=False, is_closed=False, is_last=True)
 
 
 def _malformed(message: str) -> _UnreadableError:
@@ -305,14 +331,14 @@ def _typed(raw: str, declared: object) -> Any:  # noqa: ANN401 - any JSON
     if kind is None or kind == "string" or (isinstance(kind, list) and "string" in kind):
         return raw
     try:
-        return _loads(raw)
+        return loads(raw)
     except ValueError:
         return _PYTHON_WORDS.get(raw.strip(), raw)
 
 
 def _read_json(block: _Block) -> ParsedCall:
     try:
-        contents = _loads(block.body)
+        contents = loads(block.body)
         if not isinstance(contents, dict):
             raise _malformed('expected a JSON object with "name" and "arguments"')
         name, arguments = _require_name(contents.get("name")), contents.get("arguments")
@@ -326,20 +352,18 @@ def _read_json(block: _Block) -> ParsedCall:
     return ParsedCall(status=ParseStatus.OK, call=call, raw=block.raw)
 
 
-def _read_dsml(body: str, *, is_closed: bool) -> list[ParsedCall]:
+def _read_dsml(text: str, start: int, end: int, *, is_closed: bool) -> Iterator[_Part]:
     """The invokes of one block, and what is left over as a failure."""
-    calls: list[ParsedCall] = []
-    position = 0
-    while invoke := _DSML_INVOKE.match(body, position):
-        calls.append(_dsml_call(invoke[0].strip(), invoke[1], invoke[2]))
+    position = start
+    while invoke := _DSML_INVOKE.match(text, position, end):
+        yield position, _dsml_call(invoke[0].strip(), invoke[1], invoke[2])
         position = invoke.end()
-    rest = body[position:].strip()
-    if not rest and calls:
-        return calls
+    rest = text[position:end].strip()
+    if not rest and position > start:
+        return
     raw = rest or _DSML_OPEN
-    if not is_closed:
-        return [*calls, _truncated(raw)]
-    return [*calls, _malformed('expected <｜DSML｜invoke name="NAME"> blocks only').as_call(raw)]
+    wrong = _malformed('expected <｜DSML｜invoke name="NAME"> blocks only')
+    yield position, wrong.as_call(raw) if is_closed else _truncated(raw)
 
 
 def _dsml_call(raw: str, name: str, inside: str) -> ParsedCall:
@@ -348,7 +372,7 @@ def _dsml_call(raw: str, name: str, inside: str) -> ParsedCall:
     try:
         while parameter := _DSML_PARAMETER.match(inside, position):
             is_string, value = parameter[2] == "true", parameter[3]
-            pairs.append((parameter[1], value if is_string else _loads(value)))
+            pairs.append((parameter[1], value if is_string else loads(value)))
             position = parameter.end()
         if rest := inside[position:].strip():
             raise _malformed(f"expected <｜DSML｜parameter ...> blocks, found {rest[:40]!r}")
@@ -388,40 +412,7 @@ def _unwritable(wire_format: str, call: ToolCall) -> RecordError:
 
 
 def _as_text(value: Any) -> str:  # noqa: ANN401 - any JSON
-    return value if isinstance(value, str) else _dumps(value)
-
-
-def _dumps(value: Any) -> str:  # noqa: ANN401 - any JSON
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RecordError(f"an argument of a tool call is not JSON: {error}") from error
-
-
-def _loads(text: str) -> Any:  # noqa: ANN401 - any JSON
-    """Strict JSON: what is read can be written again. Raises ``ValueError``."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    _check_json(value, _MAX_DEPTH)
-    return value
-
-
-def _check_json(value: Any, depth: int) -> None:  # noqa: ANN401 - any JSON
-    if depth == 0:
-        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a number is not finite")
-    if isinstance(value, str) and not value.isascii() and without_surrogates(value) != value:
-        raise ValueError("a string holds half of a surrogate pair")
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _check_json(key, depth)
-            _check_json(inner, depth - 1)
-    elif isinstance(value, list):
-        for inner in value:
-            _check_json(inner, depth - 1)
+    return value if isinstance(value, str) else dumps(value)
 
 
 _FormatPart = TypeVar("_FormatPart")

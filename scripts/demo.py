@@ -117,7 +117,7 @@ def rises(report: EvaluationReport) -> float:
 
 def best_training_step(run_dir: Path) -> float:
     """Highest pass rate of a training step."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
     return max(float(json.loads(line)["pass_rate"]) for line in lines)
 
 

@@ -197,7 +197,7 @@ def conclusion(reports: Mapping[str, BenchmarkReport], output: Path) -> str:
         "higher": "GRPO + OPD is higher than GRPO with",
         "lower": "GRPO + OPD is lower than GRPO with",
         "not shown": "No difference is shown with",
-        "no significance claimed": "Too few seeds, or none that differ, so nothing is claimed, with",
+        "no significance claimed": "Too few seeds, or none that differ: nothing is claimed, with",
         "not comparable": "The runs cannot be compared with",
     }
     lines = [f"* {names[key]}: {', '.join(texts)}." for key, texts in by_verdict.items()]

@@ -215,7 +215,12 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def load_scorer(
-    folder: Path, *, dtype: str = "float32", device: str = "cpu", limits: BatchLimits | None = None
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    limits: BatchLimits | None = None,
+    num_ids: int | None = None,
 ) -> PrefillScorer:
     """Load a toy model or a Hugging Face causal LM, whichever ``folder`` holds.
 
@@ -225,6 +230,9 @@ def load_scorer(
         device: of a Hugging Face model.
         limits: let a Hugging Face model whose attention allows it compute texts together and
             reuse prefixes; by default each text is computed alone and whole.
+        num_ids: of a Hugging Face model's tokenizer, where that is known: rows behind it are
+            padding. Without it they take part in the softmax, as they do in a server's that knows
+            the model's folder alone (ours and SGLang's), and scores are lower by their share.
 
     Raises:
         ConfigError: the folder holds neither, or a model that cannot be scored with, or there is
@@ -242,7 +250,7 @@ def load_scorer(
             tokenizer_fingerprint=found.tokenizer.fingerprint,
         )
     if (folder / "config.json").is_file():
-        model = load_hf(folder, dtype=dtype, device=device)
+        model = load_hf(folder, dtype=dtype, device=device, num_ids=num_ids)
         can_batch = limits is not None and model.can_reuse
         batcher = PrefixBatcher(model, limits) if limits is not None and can_batch else None
         return PrefillScorer(model, name=folder.name, batcher=batcher)
@@ -251,13 +259,15 @@ def load_scorer(
     )
 
 
-def load_model(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> CausalLM:
+def load_model(
+    folder: Path, *, dtype: str = "float32", device: str = "cpu", num_ids: int | None = None
+) -> CausalLM:
     """The model alone, for whoever wants its distributions; see ``load_scorer``.
 
     Raises:
         ConfigError, CheckpointError, MissingDependencyError: as ``load_scorer`` does.
     """
-    return load_scorer(folder, dtype=dtype, device=device).model
+    return load_scorer(folder, dtype=dtype, device=device, num_ids=num_ids).model
 
 
 def set_num_threads(num_threads: int) -> None:

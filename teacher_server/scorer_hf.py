@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from miniverl_dist.backends.hf_skeleton import UNLOADABLE, first_sentence
 from miniverl_dist.errors import ConfigError, MissingDependencyError, RequestRejectedError
 from teacher_server.scorer_hf_check import (
     checked_device,
@@ -91,6 +92,8 @@ class HFCausalLM:
 
     Args:
         model: an ``AutoModelForCausalLM`` in evaluation mode.
+        num_ids: ids of its tokenizer; further rows of the projection are padding, and no softmax
+            covers them. None, where nobody knows: the softmax is over all rows, as SGLang's is.
 
     Raises:
         ConfigError: its logits are not simply its output projection of its last hidden states
@@ -98,7 +101,7 @@ class HFCausalLM:
             something that every other model has.
     """
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401 - transformers is optional and untyped
+    def __init__(self, model: Any, num_ids: int | None = None) -> None:  # noqa: ANN401 - transformers is optional and untyped
         kind = model.config.model_type
         try:
             self._body, self._head = model.base_model, model.get_output_embeddings()
@@ -106,8 +109,11 @@ class HFCausalLM:
             self._device, self._dtype = model.device, model.dtype
             self.max_context_tokens = _longest_text(config)
             require_uncapped(config)
-            num_rows = require_plain_logits(model, self.logits, self.max_context_tokens)
-            self.vocab_size = min(int(model.get_input_embeddings().num_embeddings), num_rows)
+            # The model's own logits know nothing of padding: they are compared row by row.
+            all_rows = require_plain_logits(model, self._head, self.max_context_tokens)
+            self._num_rows = all_rows if num_ids is None else min(all_rows, num_ids)
+            num_embeddings = int(model.get_input_embeddings().num_embeddings)
+            self.vocab_size = min(num_embeddings, self._num_rows)
             # A text that is scored alone goes this way.
             self.hidden(torch.zeros(min(2, self.max_context_tokens), dtype=torch.int64))
         except _ODD_MODEL as exc:
@@ -220,13 +226,21 @@ class HFCausalLM:
         return rows
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] -> [n, V]."""
+        """[n, H] -> [n, V]; without the rows that are padding."""
         projected: torch.Tensor = self._head(hidden)
-        return projected
+        return projected[..., : self._num_rows]
 
 
-def load_hf(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> HFCausalLM:
+def load_hf(
+    folder: Path, *, dtype: str = "float32", device: str = "cpu", num_ids: int | None = None
+) -> HFCausalLM:
     """Load a causal LM from a local folder; nothing is downloaded, no code of the folder runs.
+
+    Args:
+        folder: of the model.
+        dtype: of its weights.
+        device: where it is computed.
+        num_ids: see ``HFCausalLM``.
 
     Raises:
         MissingDependencyError: transformers is not installed.
@@ -247,9 +261,11 @@ def load_hf(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> HFC
             folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
         )
         model = model.to(where).eval()
-    except (OSError, ImportError, *_ODD_MODEL) as exc:
-        raise ConfigError(f"{folder}: no causal LM that transformers can load: {exc}") from exc
-    return HFCausalLM(model)
+    except UNLOADABLE as exc:
+        raise ConfigError(
+            f"{folder}: no causal LM that transformers can load: {first_sentence(exc)}"
+        ) from exc
+    return HFCausalLM(model, num_ids)
 
 
 def _longest_text(config: Any) -> int:  # noqa: ANN401 - transformers is optional and untyped

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from miniverl_dist.backends.hf_adapters import LoraAdapters
+from miniverl_dist.backends.hf_skeleton import UNLOADABLE, first_sentence
 from miniverl_dist.config.roles import HFStudentConfig
 from miniverl_dist.errors import BatchError, ConfigError, MissingDependencyError
 
@@ -83,10 +84,10 @@ def load_module(config: HFStudentConfig) -> Any:  # noqa: ANN401 - untyped libra
                 ignore_mismatched_sizes=True,  # refused below, with their names
                 **options,
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except UNLOADABLE as error:
         raise ConfigError(
             f"student.model.path: {name}/ holds no causal LM that transformers can load from "
-            f"safetensors: {error}"
+            f"safetensors: {first_sentence(error)}"
         ) from error
     unlike = {key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]}
     missing = sorted({*found["missing_keys"], *unlike})

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from miniverl_dist.backends.hf_adapters import LoraAdapters, is_transposed
 from miniverl_dist.backends.weights_io import read_bytes, read_json
+from miniverl_dist.config.problems import explain_in_line
 from miniverl_dist.config.roles import LoraConfig
 from miniverl_dist.errors import CheckpointError, ConfigError
 
@@ -72,21 +73,28 @@ def read_adapter_config(folder: Path) -> LoraConfig:
             "--format adapter` writes one"
         )
     try:
-        found: dict[str, Any] = read_json(file)
+        found: Any = read_json(file)
+        if not isinstance(found, dict):
+            raise ConfigError(f"{file} describes no LoRA adapter: it holds no JSON object")
         for name, allowed in _PLAIN.items():
             if found.get(name) not in allowed:
                 raise ConfigError(
                     f"{file}: {name} is {found.get(name)!r}; only plain LoRA can be loaded, with "
                     f"{name} {allowed[0]!r}"
                 )
+        if lacking := [n for n in ("r", "lora_alpha", "target_modules") if n not in found]:
+            raise ConfigError(f"{file} describes no LoRA adapter: it has no {lacking[0]!r}")
         targets = found["target_modules"]
         if not isinstance(targets, list):
             raise ConfigError(
                 f"{file}: target_modules is {targets!r}, expected a list of layers' last names"
             )
         return LoraConfig(rank=found["r"], alpha=found["lora_alpha"], target_modules=tuple(targets))
-    except (CheckpointError, ValidationError, AttributeError, KeyError, TypeError) as error:
+    except CheckpointError as error:
         raise ConfigError(f"{file} describes no LoRA adapter: {error}") from error
+    except ValidationError as error:
+        told = explain_in_line(error, LoraConfig)
+        raise ConfigError(f"{file} describes no LoRA adapter: {told}") from error
 
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
@@ -98,7 +106,7 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     config, file = read_adapter_config(folder), folder / ADAPTER_WEIGHTS_FILE
     try:
         stored: dict[str, Tensor] = parse_safetensors(read_bytes(file))
-    except (CheckpointError, SafetensorError) as error:
+    except (CheckpointError, SafetensorError, KeyError) as error:  # KeyError: a dtype unknown here
         raise ConfigError(f"{file} cannot be read: {error}") from error
     unlike = [n for n in stored if not (n.startswith(_PREFIX) and n.endswith(_SUFFIX))]
     if unlike or not stored:

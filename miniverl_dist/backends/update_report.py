@@ -19,7 +19,10 @@ REPORTED = (
     "mismatch_capped_fraction",
 )
 PER_STEP = ("loss", "policy_loss", "kl_loss", "grad_norm")
-
+_PER_ROW = {
+    "teacher_entropy_mean": "teacher_entropy_sum",
+    "teacher_tail_mass_mean": "teacher_tail_mass_sum",
+}
 
 KIND_SUM, KIND_ROWS = "kind_sum:", "kind_rows:"
 """Before a kind of span: the sum of its rows' divergences, and their number."""
@@ -28,17 +31,16 @@ KIND_SUM, KIND_ROWS = "kind_sum:", "kind_rows:"
 def update_report(steps: Sequence[Metrics]) -> dict[str, float]:
     """Metrics of an update: losses and norms per optimizer step, the rest per trained token.
 
-    The same fields under every loss: what a loss does not have (a dual clip, a mismatch cap, a
-    reference) is 0.
+    What no part of the loss measured (a dual clip, a mismatch cap, a reference; all of the policy's
+    in a batch that nobody sampled) is absent: a 0 would say that it was looked at.
 
     Args:
         steps: merged metrics of each optimizer step, ``grad_norm`` among them; at least one.
     """
     merged = merge_metrics(*steps)
     summary = summarize(merged)
-    report = {name: summary.get(name, 0.0) for name in (*REPORTED, *PER_STEP)}
-    for name in PER_STEP:
-        report[name] /= len(steps)
+    report = {name: summary[name] for name in REPORTED if name in summary}
+    report |= {name: summary[name] / len(steps) for name in PER_STEP if name in summary}
     report |= {"num_loss_tokens": float(merged["num_tokens"])}
     return report | _row_report(merged, len(steps))
 
@@ -52,8 +54,9 @@ def _row_report(merged: Metrics, num_steps: int) -> dict[str, float]:
         "divergence_mean": float(merged["divergence_sum"]) / num_rows,
         "distill_loss": float(merged["distill_loss"]) / num_steps,
     }
-    if "teacher_entropy_sum" in merged:
-        report["teacher_entropy_mean"] = float(merged["teacher_entropy_sum"]) / num_rows
+    for name, sums in _PER_ROW.items():
+        if sums in merged:
+            report[name] = float(merged[sums]) / num_rows
     for name, value in merged.items():
         if name.startswith(KIND_SUM):
             kind = name.removeprefix(KIND_SUM)

@@ -24,3 +24,9 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0.01, allow_inf_nan=False)]
+"""Far below 1, logits divided by it leave log-probabilities of no use, and in the end overflow."""
+LearningRate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+"""A step of Adam is as long as it: any above is a slip of the pen."""
+Coefficient = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+"""Of a term of the loss."""

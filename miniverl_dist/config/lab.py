@@ -8,11 +8,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from miniverl_dist.config.base import (
+    Coefficient,
     ConfigModel,
     Fraction,
     NonNegativeFloat,
-    PositiveFloat,
     PositiveInt,
+    Temperature,
 )
 
 
@@ -47,9 +48,10 @@ class DistillConfig(ConfigModel):
     top_k: PositiveInt = 32
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """``jsd``: weight of the teacher in the mixture."""
-    coef: PositiveFloat = 1.0
-    """Weight of the divergence beside a policy loss; 1 where it is the whole loss."""
-    temperature: PositiveFloat = 1.0
+    coef: Annotated[Coefficient, Field(gt=0)] = 1.0
+    """Weight of the divergence in the loss; where it is the whole loss, it scales the gradient
+    before ``optim.grad_clip``."""
+    temperature: Temperature = 1.0
     """Both distributions are compared at it."""
     entropy_aware: EntropyAwareConfig | None = None
 

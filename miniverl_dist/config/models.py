@@ -41,6 +41,7 @@ from miniverl_dist.config.roles import (
     ToyModelConfig,
 )
 from miniverl_dist.config.tracking import TrackingConfig
+from miniverl_dist.config.unused import unused_problem
 
 Objective = Literal["sft", "offline_kd", "opd", "grpo", "grpo_opd"]
 
@@ -156,6 +157,7 @@ class RunConfig(ConfigModel):
             self._distill_problem(),
             self._teacher_text_problem(),
             self._backbone_problem(),
+            unused_problem(self),
         ):
             if problem:
                 raise ValueError(problem)
@@ -185,8 +187,6 @@ class RunConfig(ConfigModel):
             return "opd.discount has a meaning only with `lookahead: return_to_go`"
         if self.uses_group_advantage and self.loop.group_size < 2:
             return f"objective {self.objective} compares siblings: group_size must be at least 2"
-        if not self.uses_group_advantage and self.grpo.zero_variance == "drop":
-            return "grpo.zero_variance: drop has no meaning without a group advantage"
         return None
 
     def _baseline_problem(self) -> str | None:

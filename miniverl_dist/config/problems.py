@@ -38,6 +38,9 @@ _EXPECTED = {
     "union_tag_invalid": "{expected_tags}",
 }
 
+_FOUND_CHARS = 80
+"""A broken line of a record can be megabytes long."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -97,7 +100,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> Problem:
         return Problem((*path, "kind"), f"missing, expected {kinds}")
     if kind == "union_tag_invalid":
         expected = str(context["expected_tags"]).replace(", ", " or ")
-        return Problem((*path, "kind"), expected, repr(context["tag"]))
+        return Problem((*path, "kind"), expected, _describe(context["tag"]))
     template = _EXPECTED.get(kind)
     expected = template.format(**context) if template else f"otherwise ({details['msg']})"
     return Problem(path, expected, _describe(details["input"]))
@@ -110,7 +113,8 @@ def _describe(value: object) -> str:
         return f"a list of {len(value)}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= _FOUND_CHARS else f"{text[:_FOUND_CHARS]}…"
 
 
 def _locate(

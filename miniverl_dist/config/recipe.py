@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from miniverl_dist.config.base import (
+    Coefficient,
     ConfigModel,
     Fraction,
+    LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Temperature,
 )
 from miniverl_dist.config.sglang_options import (
     ENGINE_OPTIONS,
@@ -233,7 +236,7 @@ class RolloutConfig(ConfigModel):
     engine: EngineConfig | None = None
     """What samples a Megatron student (default: ``hf``); a toy student brings its own engine."""
 
-    temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
+    temperature: Temperature = 1.0
     """Training samples, it does not decode greedily. Log-probabilities are divided by it on both
     sides: far below 1 they are of no use, and at 1e-6 SGLang turns greedy without a word."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -277,7 +280,7 @@ class GrpoConfig(ConfigModel):
 class OpdConfig(ConfigModel):
     """On-policy distillation term of the advantage."""
 
-    coef: NonNegativeFloat = 0.3
+    coef: Coefficient = 0.3
     rule: Literal["unit", "mean", "proportional", "equal_teacher"] = "unit"
     lookahead: NonNegativeInt | Literal["return_to_go"] = 1
     """Following units whose log-ratios a unit's weight includes. 0 rewards wrong short tokens
@@ -318,7 +321,7 @@ class LossConfig(ConfigModel):
     mismatch_alarm_ratio: Annotated[float, Field(gt=1)] | None = 50.0
     """The same for the largest ratio, either way, of a token's two probabilities."""
     reduction: Literal["token_mean", "trajectory_mean"] = "token_mean"
-    kl_coef: NonNegativeFloat = 0.0
+    kl_coef: Coefficient = 0.0
     """Weight of the KL to the frozen reference policy."""
     kl_estimator: Literal["k3", "k1_in_reward"] = "k3"
     """``k3`` as a loss, importance-weighted; ``k1_in_reward`` subtracts the log-ratio from the
@@ -341,10 +344,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(ConfigModel):
     """AdamW."""
 
-    lr: PositiveFloat = 5e-4
+    lr: LearningRate = 5e-4
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=100)] = 0.0
     grad_clip: PositiveFloat = 1.0
     warmup_steps: NonNegativeInt = 0
     """Batches over which the learning rate rises linearly."""
@@ -376,8 +379,13 @@ class EvaluationConfig(ConfigModel):
     """Evaluation of the student inside a run, and of the others before it."""
 
     every_n_steps: PositiveInt | None = None
+    """Evaluate after every so many trained batches; None: not in between."""
     before: bool = True
+    """Evaluate the student before anything is trained; ``baselines`` are measured either way."""
+    warm: bool = True
+    """Evaluate the student at the end of its warm-up, where it has one."""
     after: bool = True
+    """Evaluate the trained student when the last step is done."""
     tail_calls: PositiveInt | Literal["all"] = 1
     """T, the calls left to the policy; ``all``: every T from 1 to N of each task."""
     episodes_per_task: PositiveInt = 4
@@ -394,6 +402,15 @@ class EvaluationConfig(ConfigModel):
     the share of tasks without doubt as the practical ceiling."""
     doubtful_source: str = ""
     """Where the doubt is written down, for instance the address of a public thread."""
+
+    @model_validator(mode="after")
+    def _check_temperature(self) -> Self:
+        if 0 < self.temperature < 0.01:
+            raise ValueError(
+                f"evaluation.temperature: found {self.temperature}, expected at least 0.01, or 0 "
+                "to decode greedily"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_doubt(self) -> Self:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from miniverl_dist.config.base import (
     ConfigModel,
     Fraction,
+    LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -174,7 +175,7 @@ class SftConfig(ConfigModel):
     max_tail_calls: PositiveInt = 1
     """Horizons T of the traces: 1 up to this."""
     batch_size: PositiveInt = 16
-    learning_rate: PositiveFloat = 5e-3
+    learning_rate: LearningRate = 5e-3
     noisy_fraction: Fraction = 0.6
     """Share of traces with a spoilt tail (wrong argument, wrong function, dropped argument, no
     call). They leave the variance within a group that GRPO needs."""

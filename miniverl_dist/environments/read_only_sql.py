@@ -17,6 +17,7 @@ SQLite runs in this process, so nothing may depend on the goodwill of a statemen
 from __future__ import annotations
 
 import json
+import math
 import re
 import sqlite3
 import time
@@ -181,15 +182,21 @@ def _words(sql: str) -> Iterator[str]:
 
 
 def write_rows(rows: Rows) -> str:
-    """Rows as JSON, each cell cut; a mark where there are more."""
+    """Rows as JSON, each cell cut; a mark where there are more.
+
+    JSON has no infinite number, which SQLite makes of ``9e999``: it is shown as a text, for null
+    is what an empty cell shows.
+    """
     cells = [[_shown(cell) for cell in row] for row in rows.rows]
-    text = json.dumps(cells, ensure_ascii=False)
+    text = json.dumps(cells, ensure_ascii=False, allow_nan=False)
     return f"{text} (first {len(cells)} rows; there are more)" if rows.has_more else text
 
 
 def _shown(cell: object) -> object:
     if isinstance(cell, bytes):
         return f"x'{cell[: MAX_CELL_CHARS // 2].hex()}'"
+    if isinstance(cell, float) and math.isinf(cell):
+        return "Infinity" if cell > 0 else "-Infinity"
     return cell[:MAX_CELL_CHARS] if isinstance(cell, str) else cell
 
 

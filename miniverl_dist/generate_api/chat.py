@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +20,9 @@ from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.ports import Clock
 
 T = TypeVar("T")
+
+_LONGEST_LIST_BYTES: Final = 16 * 2**20
+"""Of a list of models: resellers serve hundreds, each with a description."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +37,71 @@ class ChatLimits:
     retry_backoff_s: float = 0.5
     """Upper end of the first pause; doubles with each retry, the pause is drawn from [0, end]."""
     longest_backoff_s: float = 30.0
+    reply_bytes: int = 2**20
+    """That a reply may have whatever was asked for."""
+    reply_bytes_per_token: int = 512
+    """On top, for each token allowed: one of the longest (128 blanks, say), escaped, and written
+    twice, as servers do that give the reasoning under two names."""
+
+
+# Only what is read is declared: a field that nobody needs cannot make a reply unreadable.
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """``arguments`` is JSON text; some servers send the object itself."""
+    """``arguments`` should be JSON text; some servers send the value itself.
+
+    Any value is taken: whether it is an object is the model's affair, not the server's.
+    """
 
     name: str | None = None
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = None
 
 
 class ChatToolCall(msgspec.Struct, frozen=True):
     """One call of a reply."""
 
     function: FunctionCall
-    id: str | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A piece of a message whose content is a list; reasoning is not read here either."""
+
+    type: Literal["text", "output_text", "refusal", "thinking", "reasoning"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def said(self) -> str:
+        """The piece of the answer."""
+        if self.type in ("thinking", "reasoning"):
+            return ""
+        return self.text or self.refusal or ""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
     """What the model wrote; its reasoning, where the server gives it apart, is not read."""
 
-    content: str | None = None
+    content: str | tuple[ContentPart, ...] | None = None
+    refusal: str | None = None
+    """The model's words where it declines; ``content`` is then empty."""
     tool_calls: tuple[ChatToolCall, ...] | None = None
+    function_call: FunctionCall | None = None
+    """One call in the form that came before ``tool_calls``."""
+
+    @property
+    def text(self) -> str:
+        """What was said, the parts joined."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.said for part in content)
+        return content or self.refusal or ""
+
+    @property
+    def calls(self) -> tuple[FunctionCall, ...]:
+        """What was called, in either form; a server that sends both means the same calls."""
+        if self.tool_calls:
+            return tuple(call.function for call in self.tool_calls)
+        return () if self.function_call is None else (self.function_call,)
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -64,17 +111,10 @@ class ChatChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class ChatUsage(msgspec.Struct, frozen=True):
-    """Tokens, in the server's own count."""
-
-    completion_tokens: int = 0
-
-
 class ChatReply(msgspec.Struct, frozen=True):
     """Reply to ``/chat/completions``."""
 
     choices: tuple[ChatChoice, ...]
-    usage: ChatUsage | None = None
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -122,25 +162,33 @@ class ChatClient:
         Raises:
             GenerateApiError, DeadlineError: as ``complete``.
         """
-        found = await self._ask("GET", "/models", None, _Models)
+        found = await self._ask("GET", "/models", None, _Models, _LONGEST_LIST_BYTES)
         return tuple(model.id for model in found.data)
 
     async def complete(self, body: Mapping[str, Any]) -> ChatReply:
         """Ask until there is an answer, the retries are used up, or the deadline comes.
 
+        Args:
+            body: Of the request; its ``max_tokens`` bounds how long a reply may be.
+
         Raises:
             RequestRejectedError: a 4xx that is not retried, with the server's words.
             ServerUnavailableError: no answer after all retries.
-            MalformedReplyError: an answer that is no chat completion.
+            MalformedReplyError: an answer that is no chat completion, or a longer one than was
+                asked for.
             DeadlineError: the deadline came first, or would come during the next pause.
         """
         payload = msgspec.json.encode(body)
-        reply = await self._ask("POST", "/chat/completions", payload, ChatReply)
+        limits = self.limits
+        longest = limits.reply_bytes + limits.reply_bytes_per_token * body["max_tokens"]
+        reply = await self._ask("POST", "/chat/completions", payload, ChatReply, longest)
         if not reply.choices:
             raise MalformedReplyError(f"{self.base_url}: a chat completion without choices")
         return reply
 
-    async def _ask(self, method: str, path: str, payload: bytes | None, form: type[T]) -> T:
+    async def _ask(
+        self, method: str, path: str, payload: bytes | None, form: type[T], max_body_bytes: int
+    ) -> T:
         deadline = self._clock.now() + self.limits.deadline_s
         num_retries = 0
         while True:
@@ -148,7 +196,7 @@ class ChatClient:
             try:
                 # Waits for the server; bounded by the request's deadline.
                 answer = await self._transport.exchange(
-                    method, self.base_url, path, payload, timeout_s
+                    method, self.base_url, path, payload, timeout_s, max_body_bytes=max_body_bytes
                 )
             except (RetryableError, ServerUnavailableError) as failure:
                 pause = self._pause_after(failure, num_retries, deadline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
@@ -13,7 +14,7 @@ import aiohttp
 
 from miniverl_dist.errors import MalformedReplyError, RequestRejectedError, ServerUnavailableError
 from miniverl_dist.generate_api.headers import retry_after_s
-from miniverl_dist.generate_api.wire import decode_json, error_message
+from miniverl_dist.generate_api.wire import decode_json, error_message, printable
 
 T = TypeVar("T")
 
@@ -71,6 +72,19 @@ class Answer(NamedTuple):
     body: bytes
 
 
+async def _read(content: aiohttp.StreamReader, limit: int | None) -> bytes:
+    """The body; of one that is longer, at least one byte more than the limit."""
+    if limit is None:
+        return await content.read()
+    parts, size = [], 0
+    async for part in content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            break
+    return b"".join(parts)
+
+
 class Transport:
     """The pooled session, shared by all servers of a client; opened when first used.
 
@@ -91,15 +105,30 @@ class Transport:
             await session.close()
 
     async def exchange(
-        self, method: str, url: str, path: str, payload: bytes | None, timeout_s: float
+        self,
+        method: str,
+        url: str,
+        path: str,
+        payload: bytes | None,
+        timeout_s: float,
+        *,
+        max_body_bytes: int | None = None,
     ) -> Answer:
         """Send one request; what comes back has status 200.
+
+        Args:
+            method: of HTTP.
+            url: of the server.
+            path: behind it.
+            payload: JSON.
+            timeout_s: for the whole exchange.
+            max_body_bytes: of the reply, unpacked; the rest of a longer one is not read.
 
         Raises:
             RetryableError: a hang, a broken connection, or a status of ``RETRIED_STATUSES``.
             RequestRejectedError: another 4xx.
             ServerUnavailableError: any other status.
-            MalformedReplyError: whatever answers does not speak HTTP.
+            MalformedReplyError: whatever answers does not speak HTTP, or does not come to an end.
         """
         where = url + path
         try:
@@ -110,7 +139,7 @@ class Transport:
                     method, where, data=payload, allow_redirects=False
                 ) as response,
             ):
-                body = await response.read()
+                body = await _read(response.content, max_body_bytes)
         except TimeoutError as exc:
             message = f"{where}: no answer within {timeout_s:.3g} s"
             raise self._retryable(message, TryOutcome.TIMEOUT) from exc
@@ -119,18 +148,25 @@ class Transport:
             raise self._retryable(message, TryOutcome.CONNECTION) from exc
         except aiohttp.ClientError as exc:
             self.tries[TryOutcome.NOT_HTTP] += 1
-            raise MalformedReplyError(f"{where}: {type(exc).__name__}: {exc}") from exc
+            raise MalformedReplyError(
+                f"{where}: {type(exc).__name__}: {printable(str(exc))}"
+            ) from exc
         if response.status != 200:
             self._refuse(where, response.status, response.headers, body)
         self.tries[TryOutcome.ANSWERED] += 1
+        if max_body_bytes is not None and len(body) > max_body_bytes:
+            raise MalformedReplyError(
+                f"{where}: a reply of more than {max_body_bytes} bytes, which is more than what "
+                "was asked for can need"
+            )
         return Answer(url, response.content_type, body)
 
     def decode(self, answer: Answer, form: type[T]) -> T:
         """Read the body; raises ``MalformedReplyError`` where it is not of this form."""
-        if answer.content_type != "application/json":
+        if re.fullmatch(r"application/([^/]+\+)?json", answer.content_type) is None:
             raise MalformedReplyError(
-                f"{answer.url}: answered with content type {answer.content_type}, expected "
-                f"application/json; it says: {error_message(self._redacted(answer.body))}"
+                f"{answer.url}: answered with content type {printable(answer.content_type)}, "
+                f"expected application/json; it says: {error_message(self._redacted(answer.body))}"
             )
         try:
             return decode_json(answer.body, form)

@@ -244,8 +244,13 @@ def error_message(data: bytes) -> str:
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text[: 2 * _MAX_MESSAGE_CHARS].split())
-    return line[:_MAX_MESSAGE_CHARS] or "(empty body)"
+    return printable(text[: 2 * _MAX_MESSAGE_CHARS])[:_MAX_MESSAGE_CHARS] or "(empty body)"
+
+
+def printable(text: str) -> str:
+    """A server's words in one line, without what would steer a terminal or turn a line around."""
+    line = " ".join(text.split())
+    return line if line.isprintable() else "".join(c if c.isprintable() else "?" for c in line)
 
 
 def version_key(policy_version: int) -> str:

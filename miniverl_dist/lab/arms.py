@@ -17,6 +17,10 @@ from miniverl_dist.schemas.messages import FrozenModel
 
 COLD_START: Final = "cold-start"
 LEVEL: Final = 0.95
+MIN_SEEDS: Final = 3
+"""Fewer say next to nothing of how much seeds differ."""
+_NO_SPREAD: Final = 1e-12
+"""Rates are fractions of small integers: their differences are equal but for rounding."""
 MATCHED: Final = ("sampled_episodes", "zero_variance", "start_sha256")
 """Must be equal between an arm and the one it is compared with."""
 
@@ -53,6 +57,8 @@ class Measured(FrozenModel):
     optimizer_steps: int
     teacher_scored_tokens: int
     """Tokens, of the teacher's own, that it gave log-probabilities for."""
+    teacher_asked_rows: int = 0
+    """Positions that it gave whole distributions for."""
     start_sha256: str | None
     """Of the weights that the run was started from; None where they were drawn from the seed."""
 
@@ -70,7 +76,10 @@ class RunOutcome(FrozenModel):
 
 
 class Interval(FrozenModel):
-    """A mean over seeds, with a t interval at the 95 % level where there are two or more."""
+    """A mean over seeds, with a t interval at the 95 % level.
+
+    There is none of one seed, and none of seeds that all agree: their spread cannot be estimated.
+    """
 
     num_seeds: int
     mean: float
@@ -92,7 +101,8 @@ class Difference(FrozenModel):
     def is_clear(self) -> bool:
         """Whether the pass rate's interval lies on one side of 0, between runs that match."""
         low, high = self.pass_rate.low, self.pass_rate.high
-        return low is not None and high is not None and low * high > 0 and not self.problems
+        is_enough = self.pass_rate.num_seeds >= MIN_SEEDS and not self.problems
+        return is_enough and low is not None and high is not None and low * high > 0
 
 
 class BenchmarkReport(FrozenModel):
@@ -219,12 +229,12 @@ def paired_difference(
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Mean and two-sided t interval; None of no values, no interval of one."""
+    """Mean and two-sided t interval; None of no values, no interval of one or of equal ones."""
     if not values:
         return None
     count, mean = len(values), math.fsum(values) / len(values)
-    if count == 1:
-        return Interval(num_seeds=1, mean=mean, low=None, high=None)
+    if max(values) - min(values) <= _NO_SPREAD:
+        return Interval(num_seeds=count, mean=mean, low=None, high=None)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     half = t_quantile((1 + LEVEL) / 2, count - 1) * math.sqrt(variance / count)
     return Interval(num_seeds=count, mean=mean, low=mean - half, high=mean + half)

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from miniverl_dist.lab.arms import (
     COLD_START,
+    MIN_SEEDS,
     BenchmarkReport,
     Difference,
     Interval,
@@ -14,16 +15,17 @@ from miniverl_dist.lab.arms import (
     RunOutcome,
 )
 
-NO_CLAIM = "no significance claimed: one seed"
-QUANTITIES = {
+NO_CLAIM = "no significance claimed"
+NOTHING = "-"
+_SAMPLED = {
     "sampled groups": "sampled_groups",
     "sampled tokens": "sampled_tokens",
-    "optimizer steps": "optimizer_steps",
-    "teacher-scored tokens": "teacher_scored_tokens",
     "groups without variance": "zero_variance_groups",
     "refilled groups": "refilled_groups",
 }
-"""Column -> field of `Measured`; a mean over seeds is shown."""
+"""Column -> field of `Measured`; they say nothing of an arm that learns stored episodes."""
+_ASKED = ("teacher_scored_tokens", "teacher_asked_rows")
+_HEAD = (*_SAMPLED, "optimizer steps", "teacher asked: tokens / rows", "zero_variance", "CPU s")
 
 
 def markdown(report: BenchmarkReport) -> str:
@@ -51,7 +53,8 @@ def arms_table(report: BenchmarkReport) -> str:
         )
     head = ["arm", "seeds", "pass at start", "pass", "reward"]
     return markdown_table(head, rows) + (
-        "\n\nMeans over seeds with 95 % t intervals; every seed's episodes count as one number."
+        "\n\nMeans over seeds with 95 % t intervals, where two seeds differ; every seed's episodes "
+        "count as one number."
     )
 
 
@@ -74,13 +77,17 @@ def differences_table(report: BenchmarkReport) -> str:
 
 def verdict(difference: Difference) -> str:
     """What a difference shows."""
+    found = difference.pass_rate
     if difference.problems:
         return "not comparable: " + "; ".join(difference.problems)
-    if difference.pass_rate.num_seeds < 2:
-        return NO_CLAIM
+    if found.num_seeds < MIN_SEEDS:
+        number = "one seed" if found.num_seeds == 1 else f"{found.num_seeds} seeds"
+        return f"{NO_CLAIM}: {number}, at least {MIN_SEEDS} are needed"
+    if found.low is None:
+        return f"{NO_CLAIM}: equal in all {found.num_seeds} seeds, so their spread is unknown"
     if not difference.is_clear:
         return "not shown: the interval holds 0"
-    return "higher" if difference.pass_rate.mean > 0 else "lower"
+    return "higher" if found.mean > 0 else "lower"
 
 
 def quantities_table(report: BenchmarkReport) -> str:
@@ -88,22 +95,38 @@ def quantities_table(report: BenchmarkReport) -> str:
     rows = []
     for arm in report.arms:
         found = _measured(report, arm)
-        if not found:
-            rows.append([arm, *[""] * (len(QUANTITIES) + 2)])
-            continue
-        cells = [f"{fmean(getattr(m, name) for m in found):,.0f}" for name in QUANTITIES.values()]
         cpu = [o.cpu_seconds for o in report.outcomes if o.run.arm == arm and o.measured]
-        policies = sorted({m.zero_variance for m in found})
-        rows.append([arm, *cells, ", ".join(policies), f"{fmean(cpu):.0f}"])
+        cells = [*_quantities(found), f"{fmean(cpu):.0f}"] if found else [""] * len(_HEAD)
+        rows.append([arm, *cells])
     cold = [o.cpu_seconds for o in report.outcomes if o.run.arm == COLD_START and o.measured]
     note = (
         f"\n\nCold start: {fmean(cold):.0f} CPU seconds a seed, shared by its arms." if cold else ""
     )
-    return markdown_table(["arm", *QUANTITIES, "zero_variance", "CPU s"], rows) + note
+    return markdown_table(["arm", *_HEAD], rows) + (
+        f"\n\nMeans over seeds; {NOTHING} where nothing was sampled, or the teacher was not asked: "
+        "tokens it scored, rows it gave whole distributions for." + note
+    )
+
+
+def _quantities(found: Sequence[Measured]) -> list[str]:
+    """Cells of one arm, in the order of the head but for the last."""
+    samples = any(m.sampled_tokens for m in found)
+
+    def mean(field: str) -> str:
+        return f"{fmean(getattr(m, field) for m in found):,.0f}"
+
+    asked = [mean(f) if any(getattr(m, f) for m in found) else NOTHING for f in _ASKED]
+    policies = ", ".join(sorted({m.zero_variance for m in found}))
+    return [
+        *(mean(field) if samples else NOTHING for field in _SAMPLED.values()),
+        mean("optimizer_steps"),
+        " / ".join(asked),
+        policies if samples else NOTHING,
+    ]
 
 
 def shown(interval: Interval | None, *, signed: bool = False) -> str:
-    """``0.123 [0.100, 0.146]``; only the mean where there is one seed."""
+    """``0.123 [0.100, 0.146]``; only the mean where there is no interval."""
     if interval is None:
         return "not run"
     form = "+.3f" if signed else ".3f"

@@ -251,11 +251,14 @@ def read_entry(folder: Path, entry: StoredEntry) -> bytes:
     """
     path = folder / entry.shard
     where = _place(folder, entry)
+    remedy = f"remove {folder.name}/ to ask the teacher again"
     end = entry.start + entry.num_bytes
     if not path.is_file():
-        raise ChecksumError(f"{where}: the file is missing")
+        raise ChecksumError(f"{where}: the file is missing; {remedy}")
     if (size := path.stat().st_size) < end:
-        raise ChecksumError(f"{where}: ends at byte {end}, the file has {size}: it was cut")
+        raise ChecksumError(
+            f"{where}: ends at byte {end}, the file has {size}: it was cut; {remedy}"
+        )
     try:
         with path.open("rb") as file:
             file.seek(entry.start)
@@ -266,7 +269,7 @@ def read_entry(folder: Path, entry: StoredEntry) -> bytes:
     if found != entry.sha256:
         raise ChecksumError(
             f"{where}: SHA-256 {found[:12]}, expected {entry.sha256[:12]}; the file is damaged: "
-            f"remove {folder.name}/ to ask the teacher again"
+            f"{remedy}"
         )
     return data
 

@@ -7,7 +7,8 @@ place in the FIFO alone, so a resumed run goes on with the same ones.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from miniverl_dist.errors import ConfigError, RecordError, TokenizerMismatchErro
 from miniverl_dist.ports import Assignment, ScoredTrajectory
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.trajectory import HARNESS_TERMINATIONS, Trajectory
+
+_DECLARED = "is declared from a run's tasks, student.warmup, evaluation.tail_calls and chat format"
 
 
 class StoredEpisodes:
@@ -77,33 +80,40 @@ def as_demonstration(trajectory: Trajectory) -> Trajectory:
     )
 
 
-def read_episodes(path: Path, *, tokenizer_fingerprint: str, only_passed: bool) -> list[Trajectory]:
+@dataclass(frozen=True)
+class ReadableIds:
+    """Which stored token ids a student can learn from as they are."""
+
+    name: str
+    """Of the student's tokenizer."""
+    fingerprint: str
+    ids: Container[int]
+    """All that it has."""
+    same_base: frozenset[str]
+    """Fingerprints of vocabularies whose ids mean what the student's mean, where both have them."""
+
+
+def read_episodes(path: Path, readable: ReadableIds, *, only_passed: bool) -> list[Trajectory]:
     """Episodes of a run's ``trajectories.jsonl``, under ids that are unique.
 
     Args:
         path: The file; each line is a trajectory, or one with its teacher score.
-        tokenizer_fingerprint: Of the student that will read them.
+        readable: By the student that will learn them.
         only_passed: Leave out what the verifier did not pass.
 
     Raises:
         ConfigError: no such file, or nothing in it that can be learned from.
         RecordError: a line that is no trajectory, with its number.
-        TokenizerMismatchError: ids of another tokenizer.
+        TokenizerMismatchError: token ids that the student does not have.
     """
     kept: list[Trajectory] = []
     for number, trajectory in _lines(path):
-        if trajectory.tokenizer_fingerprint != tokenizer_fingerprint:
-            raise TokenizerMismatchError(
-                f"{path.name} line {number}: ids of tokenizer "
-                f"{trajectory.tokenizer_fingerprint[:12]}, the student reads "
-                f"{tokenizer_fingerprint[:12]}"
-            )
-        if trajectory.termination in HARNESS_TERMINATIONS or not (
-            trajectory.passed or not only_passed
-        ):
+        told = _readable_by(readable, trajectory, f"{path.name} line {number}")
+        is_learned = told.passed or not only_passed
+        if told.termination in HARNESS_TERMINATIONS or not is_learned:
             continue
-        name = f"{trajectory.trajectory_id}@{number}"  # ids are unique within their run's step
-        kept.append(trajectory.model_copy(update={"trajectory_id": name}))
+        name = f"{told.trajectory_id}@{number}"  # ids are unique within their run's step
+        kept.append(told.model_copy(update={"trajectory_id": name}))
     if not kept:
         raise ConfigError(
             f"demonstrations.trajectories: {path.name} holds no episode to learn from"
@@ -112,20 +122,43 @@ def read_episodes(path: Path, *, tokenizer_fingerprint: str, only_passed: bool) 
     return kept
 
 
+def _readable_by(readable: ReadableIds, trajectory: Trajectory, where: str) -> Trajectory:
+    """The episode under the student's own fingerprint."""
+    found = trajectory.tokenizer_fingerprint
+    if found == readable.fingerprint:
+        return trajectory
+    if found not in readable.same_base:
+        raise TokenizerMismatchError(
+            f"{where}: token ids of vocabulary {found[:12]}, the student reads {readable.name} "
+            f"({readable.fingerprint[:12]}). Either that run had another student.tokenizer, or a "
+            f"toy's vocabulary, which {_DECLARED}: then leave the run's student-vocabulary.json "
+            "beside the file, so that its ids can be compared, or give both runs the same settings"
+        )
+    foreign = sorted({i for i in trajectory.token_ids if i not in readable.ids})
+    if foreign:
+        raise TokenizerMismatchError(
+            f"{where}: token ids {foreign[:5]} ({len(foreign)} in all) are not in the student's "
+            f"vocabulary {readable.name}, which {_DECLARED}: give this run the same as the one "
+            "that stored the episodes"
+        )
+    return trajectory.model_copy(update={"tokenizer_fingerprint": readable.fingerprint})
+
+
 def _lines(path: Path) -> Iterator[tuple[int, Trajectory]]:
+    """Binary lines end at a line feed alone; a text's lines also at separators within a JSON."""
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _trajectory(line, f"{path.name} line {number}")
+    except OSError as error:
         raise ConfigError(
-            f"demonstrations.trajectories: cannot read {path.name}: {error}"
+            f"demonstrations.trajectories: cannot read {path.name}: {error.strerror or error}"
         ) from None
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            member = ScoredTrajectory.model_validate_json(line)
-        except ValidationError as error:
-            raise RecordError(
-                f"{path.name} line {number}: {explain_in_line(error, ScoredTrajectory)}"
-            ) from None
-        yield number, member.trajectory
+
+
+def _trajectory(line: bytes, where: str) -> Trajectory:
+    try:
+        return ScoredTrajectory.model_validate_json(line).trajectory
+    except ValidationError as error:
+        raise RecordError(f"{where}: {explain_in_line(error, ScoredTrajectory)}") from None

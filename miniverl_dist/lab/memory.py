@@ -48,6 +48,24 @@ class MemoryChoice:
     reason: str
 
 
+def settled_strategy(
+    memory: MemoryConfig, distill: DistillConfig, *, is_online: bool, is_shared: bool
+) -> Strategy | None:
+    """The strategy where no figure decides it; None where it depends on what fits.
+
+    Args:
+        memory: What the recipe asks for.
+        distill: Support decides whether the teacher can be let go.
+        is_online: See ``choose``.
+        is_shared: See ``choose``.
+    """
+    if memory.strategy != "auto":
+        return memory.strategy
+    if is_shared or distill.support == "exact_full_vocab":
+        return "resident"
+    return None if is_online else "swap"
+
+
 def choose(
     memory: MemoryConfig,
     distill: DistillConfig,
@@ -76,25 +94,24 @@ def choose(
         f"chunk {_mib(estimate.chunk_bytes)} of {_mib(limit)}"
     )
     fits = estimate.resident_bytes <= limit
+    settled = settled_strategy(memory, distill, is_online=is_online, is_shared=is_shared)
+    if settled is None:
+        if fits:
+            return MemoryChoice("resident", f"both fit: {needed}")
+        return MemoryChoice("swap", f"both do not fit: {needed}")
     if memory.strategy != "auto":
-        return MemoryChoice(memory.strategy, f"as the recipe says; {needed}")
+        return MemoryChoice(settled, f"as the recipe says; {needed}")
     if is_shared:
-        return MemoryChoice("resident", f"the teacher is the student's own backbone; {needed}")
-    if distill.support == "exact_full_vocab":
-        if not fits:
-            raise ConfigError(
-                f"memory.strategy auto: exact_full_vocab needs student and teacher at once, but "
-                f"they do not fit ({needed}): use distill.support top_k_tail, or a smaller "
-                "loss.chunk_size"
-            )
-        return MemoryChoice(
-            "resident", f"exact_full_vocab needs the teacher in the update; {needed}"
+        return MemoryChoice(settled, f"the teacher is the student's own backbone; {needed}")
+    if settled == "swap":
+        return MemoryChoice(settled, f"stored episodes are asked about once and kept; {needed}")
+    if not fits:
+        raise ConfigError(
+            f"memory.strategy auto: exact_full_vocab needs student and teacher at once, but "
+            f"they do not fit ({needed}): use distill.support top_k_tail, or a smaller "
+            "loss.chunk_size"
         )
-    if not is_online:
-        return MemoryChoice("swap", f"stored episodes are asked about once and kept; {needed}")
-    if fits:
-        return MemoryChoice("resident", f"both fit: {needed}")
-    return MemoryChoice("swap", f"both do not fit: {needed}")
+    return MemoryChoice(settled, f"exact_full_vocab needs the teacher in the update; {needed}")
 
 
 def available_bytes() -> int:

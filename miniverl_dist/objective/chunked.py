@@ -21,7 +21,7 @@ from torch import Tensor
 
 from miniverl_dist.config.lab import DistillConfig
 from miniverl_dist.errors import BatchError, OutOfMemoryError
-from miniverl_dist.objective.distribution import Targets, overwrite_with_slopes
+from miniverl_dist.objective.distribution import Targets, TopKRows, overwrite_with_slopes
 from miniverl_dist.objective.logprobs import LogitChunk, add_product, check_chunking
 
 OnRetry = Callable[[int, int], None]
@@ -64,7 +64,8 @@ class ChunkedResult:
     grad_weight: Tensor | None
     """[V, H] of the same, in the weight's dtype; None where it was not wanted."""
     metrics: dict[str, float]
-    """``teacher_entropy_sum`` in nats over the rows, where there is a teacher."""
+    """Sums over the rows, where there is a teacher: ``teacher_entropy_sum`` in nats, and of top-k
+    targets ``teacher_tail_mass_sum``, the mass of their buckets."""
     chunk_size: int
     """The last one."""
     num_retries: int
@@ -143,6 +144,7 @@ class _Sums:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self._losses = torch.zeros(len(hidden), dtype=dtype, device=hidden.device)
         self._entropies = torch.zeros_like(self._losses)
+        self._tail_masses: Tensor | None = None
         self._grad_hidden = torch.zeros_like(self._hidden)
         self._grad_weight = torch.zeros_like(self._weight, dtype=dtype) if needs_weight else None
         self._chunk: LogitChunk | None = None
@@ -171,6 +173,10 @@ class _Sums:
         self._losses[rows] = found.divergences
         if found.entropies is not None:
             self._entropies[rows] = found.entropies
+        if isinstance(targets, TopKRows):
+            if self._tail_masses is None:
+                self._tail_masses = torch.zeros_like(self._losses)
+            self._tail_masses[rows] = targets.tail_logprobs.exp().to(self._losses.dtype)
         self._grad_hidden[rows] = torch.mm(slopes, self._weight).mul_(self._factor)
         if self._grad_weight is not None:  # last: the only step that may not be done twice
             add_product(self._grad_weight, slopes, states * self._factor)
@@ -186,6 +192,8 @@ class _Sums:
         metrics = {}
         if self._config.needs_teacher:
             metrics["teacher_entropy_sum"] = float(self._entropies.sum())
+        if self._tail_masses is not None:
+            metrics["teacher_tail_mass_sum"] = float(self._tail_masses.sum())
         weight = self._grad_weight
         return ChunkedResult(
             losses=self._losses,

@@ -11,7 +11,11 @@ from miniverl_dist.errors import RecordError
 from miniverl_dist.observability.run_dir import RecordFile, RunDirectory
 
 MetricValue = float | int | None | Mapping[str, float]
-"""A number; None where it could not be measured; a mapping for the fields marked by key."""
+"""A number; None where it was measured and is not a number (NaN, an infinity); a mapping for the
+fields marked by key. What was not measured is absent."""
+
+NOT_A_NUMBER: Final = "not a number"
+"""How a reader is told of such a value."""
 
 
 class Metric(NamedTuple):
@@ -21,6 +25,13 @@ class Metric(NamedTuple):
     description: str
     is_by_key: bool = False
     """The value is a mapping, for instance one number per span kind."""
+    is_sum_over_episodes: bool = False
+    """Added up over episodes that run side by side: may exceed the step's own seconds."""
+
+    @property
+    def unit_text(self) -> str:
+        """The unit, and what must be known to compare the value with others of that unit."""
+        return f"{self.unit}, summed over episodes" if self.is_sum_over_episodes else self.unit
 
 
 METRICS: Final[Mapping[str, Metric]] = {
@@ -64,7 +75,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         "fraction", "compared positions among those that could have been"
     ),
     "teacher_tail_mass_mean": Metric(
-        "probability", "the teacher's mass in the bucket, mean over stored rows"
+        "probability", "the teacher's mass in the bucket, mean over compared rows (top-k targets)"
     ),
     "divergence_mean": Metric("nats", "mean divergence per compared position, unweighted"),
     "distill_loss": Metric("loss", "divergence part of the loss"),
@@ -105,8 +116,12 @@ METRICS: Final[Mapping[str, Metric]] = {
     "seconds_publish": Metric("seconds", "publishing weights"),
     "seconds_commit": Metric("seconds", "writing the checkpoint"),
     "seconds_step": Metric("seconds", "the step, waiting for its groups included, commit not"),
-    "seconds_rollout": Metric("seconds", "sampling, summed over episodes"),
-    "seconds_teacher": Metric("seconds", "teacher scoring, summed over trajectories"),
+    "seconds_rollout": Metric(
+        "seconds", "sampling, summed over episodes", is_sum_over_episodes=True
+    ),
+    "seconds_teacher": Metric(
+        "seconds", "teacher scoring, summed over episodes", is_sum_over_episodes=True
+    ),
     "peak_rss_bytes": Metric("bytes", "largest resident memory of the process so far"),
     "gpu_memory_allocated_bytes": Metric("bytes", "accelerator memory in use"),
     "gpu_memory_peak_bytes": Metric("bytes", "largest accelerator memory in use so far"),

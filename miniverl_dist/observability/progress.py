@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
-from miniverl_dist.observability.metrics import MetricValue
+from miniverl_dist.observability.metrics import NOT_A_NUMBER, MetricValue
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +18,8 @@ _STEP_FIELDS: Final = (
     ("pass", "pass_rate", ".2f"),
     ("reward", "reward_mean", ".3f"),
     ("reverse KL", "reverse_kl_mean", ".3f"),
+    ("loss", "loss", ".4f"),
+    ("divergence", "divergence_mean", ".4f"),
     ("calls", "calls_per_trajectory", ".1f"),
     ("entropy", "entropy_mean", ".2f"),
     ("T", "tail_calls_mean", ".1f"),
@@ -31,6 +33,9 @@ _LOSSES: Final = (
     ("refilled", "num_refilled_groups", ".0f"),
 )
 """Shown only where something was lost."""
+_OF_ROWS: Final = "num_target_rows"
+"""In the record of a step that compares distributions or learns written tokens: there the loss is
+what falls. A policy-gradient loss need not, and is left out of the line."""
 
 
 class Progress(Protocol):
@@ -120,8 +125,7 @@ class JsonProgress:
 
     def step(self, metrics: Mapping[str, MetricValue]) -> None:
         """Write a ``step`` line with all metrics."""
-        plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in metrics.items()}
-        self._write("step", {"metrics": {k: v if _is_json(v) else None for k, v in plain.items()}})
+        self._write("step", {"metrics": {name: _json(value) for name, value in metrics.items()}})
 
     def message(self, text: str) -> None:
         """Write a ``message`` line."""
@@ -201,11 +205,15 @@ def step_line(metrics: Mapping[str, MetricValue]) -> str:
     parts = [f"step {metrics.get('step', '?')}"]
     losses = (field for field in _LOSSES if metrics.get(field[1]))
     for label, name, form in (*_STEP_FIELDS, *losses):
-        value = metrics.get(name)
-        if isinstance(value, int | float) and math.isfinite(value):
-            parts.append(f"{label} {value:{form}}")
+        if name in metrics and (name != "loss" or _OF_ROWS in metrics):
+            value = metrics[name]
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            parts.append(f"{label} {value:{form}}" if is_number else f"{label} {NOT_A_NUMBER}")
     return "  ".join(parts)
 
 
-def _is_json(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+def _json(value: MetricValue) -> object:
+    """The same with null for what JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {key: _json(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,6 +9,15 @@ from typing import Final
 
 from miniverl_dist.errors import ConfigError, RecordError
 from miniverl_dist.observability.run_dir import EVALUATION
+from miniverl_dist.reporting.compare_notes import (
+    differing,
+    one_sided,
+    rewards_differ,
+    row_key,
+    row_names,
+    setting_notes,
+    uncounted,
+)
 from miniverl_dist.reporting.eval_tables import EvaluationTable, chosen, parts_of
 from miniverl_dist.reporting.evaluation import ceiling, difference, share
 from miniverl_dist.reporting.run_data import parse_evaluation
@@ -84,14 +93,17 @@ class ComparedRow(FrozenModel):
     row_a: str
     row_b: str
     """``policy when, T = 1``."""
-    passes: ComparedRate
+    passes: ComparedRate | None
+    """None where no task has an episode that counts on both sides."""
     rewards: ComparedRate | None
-    """None for rows without outcomes by task."""
+    """None for rows without outcomes by task, and under different reward weights."""
     by_class: tuple[ComparedRate, ...]
     """A task counts in each class that it uses."""
     ceiling: float | None
     num_faults_a: int
     num_faults_b: int
+    notes: tuple[str, ...] = ()
+    """Why there is no difference, and in what the two were asked differently."""
 
 
 class Comparison(FrozenModel):
@@ -105,6 +117,8 @@ class Comparison(FrozenModel):
     """Which tasks: ``the same 30 tasks``, or the intersection and of what."""
     is_intersection: bool
     rows: tuple[ComparedRow, ...]
+    notes: tuple[str, ...] = ()
+    """Settings that differ, and rows that only one side has."""
 
 
 def read_side(path: Path) -> Side:
@@ -165,6 +179,10 @@ def compare(
         scope=scope,
         is_intersection=intersection,
         rows=rows,
+        notes=(
+            *setting_notes(a.report, b.report),
+            *(one_sided(a.report, b.report) if row_a is None and row_b is None else ()),
+        ),
     )
 
 
@@ -208,13 +226,13 @@ def _pairs(
             (left, right)
             for left in a.report.rows
             for right in b.report.rows
-            if _key(left) == _key(right)
+            if row_key(left) == row_key(right)
         ]
         if not found:
             raise ConfigError(
                 f"no row of A ({a.label}) has a namesake at the same T in B ({b.label}). A has "
-                f"{_names(a.report.rows)}; B has {_names(b.report.rows)}. Choose rows with --row-a "
-                "and --row-b POLICY:WHEN:T"
+                f"{row_names(a.report.rows)}; B has {row_names(b.report.rows)}. Choose rows with "
+                "--row-a and --row-b POLICY:WHEN:T"
             )
         return found
     left, right = _chosen_rows(a, row_a), _chosen_rows(b, row_b)
@@ -230,10 +248,6 @@ def _pairs(
     return found
 
 
-def _key(row: EvaluationRow) -> tuple[str, str, TailCalls]:
-    return row.policy, row.tag, row.tail_calls
-
-
 def _chosen_rows(side: Side, wanted: RowChoice) -> list[EvaluationRow]:
     found = [
         row
@@ -242,17 +256,12 @@ def _chosen_rows(side: Side, wanted: RowChoice) -> list[EvaluationRow]:
         and wanted.tail_calls in (None, row.tail_calls)
     ]
     if not found:
-        raise ConfigError(f"{side.label} has no such row; it has {_names(side.report.rows)}")
+        raise ConfigError(f"{side.label} has no such row; it has {row_names(side.report.rows)}")
     return found
 
 
 def _tails(rows: Sequence[EvaluationRow]) -> str:
     return ", ".join(str(row.tail_calls) for row in rows)
-
-
-def _names(rows: Sequence[EvaluationRow]) -> str:
-    names = (":".join(str(part) for part in _key(row)) for row in rows)
-    return ", ".join(names) or "no rows"
 
 
 def _compared(a: Side, b: Side, pair: _Pair, *, intersection: bool) -> ComparedRow:
@@ -271,6 +280,7 @@ def _compared(a: Side, b: Side, pair: _Pair, *, intersection: bool) -> ComparedR
             "common, or were written without outcomes by task by an earlier version"
         )
     null = _null_outcomes(a, left) or _null_outcomes(b, right)
+    passes = _paired("all", left.tasks, right.tasks, null, of="pass") or _independent(left, right)
     by_class = []
     for name, ids in (parts_of(a.report) or parts_of(b.report)).items():
         own = (chosen(left, ids, None), chosen(right, ids, None))
@@ -280,13 +290,20 @@ def _compared(a: Side, b: Side, pair: _Pair, *, intersection: bool) -> ComparedR
     return ComparedRow(
         row_a=name_a,
         row_b=name_b,
-        passes=_paired("all", left.tasks, right.tasks, null, of="pass")
-        or _independent(left, right),
-        rewards=_paired("all", left.tasks, right.tasks, (), of="reward"),
+        passes=passes,
+        rewards=(
+            None
+            if rewards_differ(a.report, b.report)
+            else _paired("all", left.tasks, right.tasks, (), of="reward")
+        ),
         by_class=tuple(by_class),
         ceiling=ceiling(left, a.report),
         num_faults_a=left.num_faults,
         num_faults_b=right.num_faults,
+        notes=(
+            *((uncounted(left, right),) if passes is None else ()),
+            *(f"differs: {text}" for text in differing(left.settings, right.settings)),
+        ),
     )
 
 
@@ -326,9 +343,11 @@ def _paired(
     )
 
 
-def _independent(a: EvaluationRow, b: EvaluationRow) -> ComparedRate:
+def _independent(a: EvaluationRow, b: EvaluationRow) -> ComparedRate | None:
     """For rows of earlier versions, which hold no outcomes by task."""
     found = difference(b, a, "A")
+    if found is None or a.pass_rate is None or b.pass_rate is None:
+        return None
     return ComparedRate(
         name="all",
         num_tasks=min(a.num_tasks, b.num_tasks),
@@ -349,7 +368,9 @@ def comparison_tables(comparison: Comparison) -> list[EvaluationTable]:
     """Per pair of rows its pass rate, its reward, and its pass rate by class."""
     tables = []
     for row in comparison.rows:
-        lines = [("pass rate", *_cells(row.passes))]
+        lines = []
+        if row.passes is not None:
+            lines.append(("pass rate", *_cells(row.passes)))
         if row.rewards is not None:
             lines.append(("reward", *_cells(row.rewards)))
         lines += [(rate.name, *_cells(rate)) for rate in row.by_class]
@@ -358,6 +379,7 @@ def comparison_tables(comparison: Comparison) -> list[EvaluationTable]:
             names += f"; practical ceiling {share(row.ceiling)}"
         if row.num_faults_a or row.num_faults_b:
             names += f"; faults left out: A {row.num_faults_a}, B {row.num_faults_b}"
+        names = "; ".join((names, *row.notes))
         tables.append(EvaluationTable(names, ("What", *_HEAD), lines))
     return tables
 

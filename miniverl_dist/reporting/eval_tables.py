@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Final
 
+from miniverl_dist.reporting.eval_notes import version_text, whole_rows
 from miniverl_dist.reporting.evaluation import (
     TABLE_HEAD,
     EvaluationLine,
@@ -32,6 +34,7 @@ _ERRORS: Final[dict[ErrorKind, str]] = {
     "harness_fault": "Faults",
 }
 _MAX_ENDS_CHARS: Final = 50
+_MAX_VALUE_CHARS: Final = 60
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ def evaluation_tables(report: EvaluationReport) -> list[EvaluationTable]:
         _pass_at_k(lines),
         _by_class(lines, report),
         _by_tail(lines),
+        EvaluationTable("How the policies were asked", _ASKED_HEAD, [*_asked(report.rows)]),
+        EvaluationTable("Settings of the recipe", ("Field", "Value"), _settings(report)),
     ]
     return [table for table in tables if table.rows]
 
@@ -107,14 +112,14 @@ def _behaviour(line: EvaluationLine) -> tuple[str, ...]:
     row = line.row
     return (
         *row_name(row),
-        str(row.policy_version),
-        f"{row.reward_mean:.3f}",
+        version_text(row),
+        share(row.reward_mean),
         share(row.official_per_turn_rate),
         share(row.state_only_rate),
         share(row.parsed_call_rate),
         share(row.first_call_match_rate),
-        f"{row.calls_per_episode:.2f}",
-        f"{row.tokens_per_episode:.0f}",
+        "-" if row.calls_per_episode is None else f"{row.calls_per_episode:.2f}",
+        "-" if row.tokens_per_episode is None else f"{row.tokens_per_episode:.0f}",
     )
 
 
@@ -161,6 +166,29 @@ def _pass_at_k(lines: Sequence[EvaluationLine]) -> EvaluationTable:
     return EvaluationTable("At least one of k episodes passes", head, rows)
 
 
+_ASKED_HEAD: Final = ("Policy", "When", "Temp.", "Eps. per task", "Tokens a turn", "More")
+_ASKED: Final = ("temperature", "episodes_per_task", "max_new_tokens")
+_NAMED: Final = ("model", "thinking")
+"""Stand in the policy's name."""
+
+
+def _asked(rows: Sequence[EvaluationRow]) -> Iterator[tuple[str, ...]]:
+    """Where a policy has nothing of its own, the recipe's settings hold."""
+    for row in whole_rows(rows):
+        if row.settings:
+            shown = {*_ASKED, *_NAMED}
+            more = [f"{k} {v}" for k, v in sorted(row.settings.items()) if k not in shown]
+            known = (row.settings.get(name, "-") for name in _ASKED)
+            yield (row.policy, row.tag, *known, ", ".join(more) or "-")
+
+
+def _settings(report: EvaluationReport) -> list[tuple[str, ...]]:
+    return [
+        (name, shorten(value, _MAX_VALUE_CHARS, placeholder=" ..."))
+        for name, value in sorted(report.settings.items())
+    ]
+
+
 _PART_COLUMNS: Final = ("Tasks", "Eps.", "Pass", "95 % Wilson", "95 % by task", "Null")
 
 
@@ -168,10 +196,9 @@ def _by_class(lines: Sequence[EvaluationLine], report: EvaluationReport) -> Eval
     """Where a row is for every T, only that row."""
     rows = []
     parts = parts_of(report)
-    together = {line.row.policy + line.row.tag for line in lines if line.row.tail_calls == "all"}
+    whole = whole_rows([line.row for line in lines])
     for line in lines:
-        is_part = line.row.tail_calls != "all" and line.row.policy + line.row.tag in together
-        if is_part or line.row.policy == "null":
+        if line.row not in whole or line.row.policy == "null":
             continue
         for name, ids in parts.items():
             if chosen(line.row, ids, None):

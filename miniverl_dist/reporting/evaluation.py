@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from miniverl_dist.reporting.eval_notes import report_notes
 from miniverl_dist.reporting.run_data import RunData
 from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow
-from miniverl_dist.training.eval_stats import paired_difference
+from miniverl_dist.training.eval_stats import STUDENT, paired_difference
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class EvaluationLine:
         return None if self.null is None else self.null.pass_rate
 
 
-def difference(row: EvaluationRow, base: EvaluationRow, against: str) -> Difference:
-    """Difference of two pass rates.
+def difference(row: EvaluationRow, base: EvaluationRow, against: str) -> Difference | None:
+    """Difference of two pass rates; None where one side, or every task, has no episode that counts.
 
     Over two tasks or more it is paired by task (`eval_stats.paired_difference`). Otherwise, and for
     rows that hold no outcomes by task, the interval comes from the two Wilson intervals.
@@ -58,17 +59,23 @@ def difference(row: EvaluationRow, base: EvaluationRow, against: str) -> Differe
     if paired is not None and paired.interval is not None:
         interval = paired.interval
         return Difference(against, paired.value, interval.low, interval.high, is_paired=True)
-    value = row.pass_rate - base.pass_rate
-    below = math.hypot(row.pass_rate - row.pass_low, base.pass_high - base.pass_rate)
-    above = math.hypot(row.pass_high - row.pass_rate, base.pass_rate - base.pass_low)
+    own, other = row.pass_interval, base.pass_interval
+    has_no_task_in_common = paired is None and row.tasks and base.tasks
+    if own is None or other is None or has_no_task_in_common:
+        return None
+    (rate, low, high), (base_rate, base_low, base_high) = own, other
+    value = rate - base_rate
+    below = math.hypot(rate - low, base_high - base_rate)
+    above = math.hypot(high - rate, base_rate - base_low)
     return Difference(against, value, value - below, value + above)
 
 
 def evaluation_lines(report: EvaluationReport) -> list[EvaluationLine]:
     """The rows in their order, each beside the null policy and the row it should be read against.
 
-    The student is compared with where reinforcement learning began (``warm``, else ``before``), the
-    warm-up itself with ``before``, other policies with the null policy.
+    The student is compared with where reinforcement learning began (``warm``, else ``before``, else
+    its initial weights), the warm-up itself with ``before``. Other policies, and a student without
+    such a row at the same T, are compared with the null policy.
     """
     return [_line(row, report) for row in report.rows]
 
@@ -76,10 +83,12 @@ def evaluation_lines(report: EvaluationReport) -> list[EvaluationLine]:
 def _line(row: EvaluationRow, report: EvaluationReport) -> EvaluationLine:
     peers = [other for other in report.rows if _is_comparable(row, other)]
     null = next((other for other in peers if other.policy == "null"), None)
-    base = _student_base(row, peers) if row.policy == "student" else null
+    base = null
+    if row.policy == STUDENT:
+        base = _student_base(row, peers) or null
     found = None
     if base is not None and base is not row:
-        found = difference(row, base, base.tag if base.policy == "student" else "null")
+        found = difference(row, base, base.tag if base.policy == STUDENT else "null")
     return EvaluationLine(row, null, found, ceiling(row, report))
 
 
@@ -99,8 +108,9 @@ def ceiling(row: EvaluationRow, report: EvaluationReport) -> float | None:
 
 
 def _student_base(row: EvaluationRow, peers: Sequence[EvaluationRow]) -> EvaluationRow | None:
-    tags = {"before": (), "warm": ("before",)}.get(row.tag, ("warm", "before"))
-    students = {other.tag: other for other in peers if other.policy == "student"}
+    began = ("warm", "before", "initial", f"initial-T{row.tail_calls}")
+    tags = began[began.index(row.tag) + 1 :] if row.tag in began else began
+    students = {other.tag: other for other in peers if other.policy == STUDENT}
     return next((students[tag] for tag in tags if tag in students), None)
 
 
@@ -125,7 +135,7 @@ def table_rows(report: EvaluationReport) -> list[tuple[str, ...]]:
             *row_name(line.row),
             str(line.row.num_tasks),
             str(line.row.num_episodes),
-            f"{line.row.pass_rate:.3f}",
+            share(line.row.pass_rate),
             span(line.row.pass_low, line.row.pass_high),
             span(line.row.pass_low_by_task, line.row.pass_high_by_task),
             share(line.null_rate),
@@ -153,42 +163,78 @@ def span(low: float | None, high: float | None) -> str:
 def caveats(data: RunData) -> list[str]:
     """What a reader must know before quoting a number, in plain words."""
     found = []
-    if data.status not in ("finished", "evaluation"):
-        found.append(f"This run is not finished (status: {data.status}); its numbers may change.")
+    if data.status != "finished":
+        what = "evaluation" if data.is_evaluation else "run"
+        found.append(
+            f"This {what} is not finished (status: {data.status}); its numbers may change."
+        )
     report = data.evaluation
-    if report is not None and report.trains_on_eval_tasks:
+    students = report is not None and any(row.policy == STUDENT for row in report.rows)
+    if report is not None:
+        found.extend(report_notes(report))
+    if report is not None and report.trains_on_eval_tasks and (students or not data.is_evaluation):
         found.append(
             "Memorisation: the run trains on tasks that it is evaluated on. The pass rates show "
             "that the loop learns; they say nothing about other tasks."
         )
     found.extend(_restricted_softmax(data.manifest.get("roles")))
+    if students or not data.is_evaluation:
+        found.extend(_warm_start(data))
+    if not data.is_evaluation:
+        found.extend(_training(data))
+    if report is not None and report.rows:
+        found.extend(_statistics(report))
+    return found
+
+
+def _warm_start(data: RunData) -> list[str]:
+    """Weights that were there before the run; a folder of an evaluation says so in its recipe."""
+    student = data.config.get("student")
+    declared = student.get("warm_start") if isinstance(student, Mapping) else None
+    if not data.manifest.get("warm_start") and not declared:
+        return []
+    return [
+        "The student did not begin untrained: it was started from weights that another run had "
+        "trained (student.warm_start). Its first rows show those weights, and differences are "
+        "against them where they were evaluated at the same T."
+    ]
+
+
+def _training(data: RunData) -> list[str]:
+    """What is to be known of how a run trains; an evaluation's folder trains nothing."""
+    found = []
     if data.manifest.get("warmup"):
         found.append(
             "The student was first warmed up on expert traces (supervised). Differences are "
-            "against the student after that warm-up wherever it was evaluated."
+            "against the student after that warm-up where it was evaluated at the same T."
         )
     opd = data.config.get("opd")
     if isinstance(opd, Mapping) and opd.get("sign") == -1:
         found.append("The OPD term has the wrong sign on purpose: this run shows what that breaks.")
-    if report is not None and any(row.num_faults for row in report.rows):
-        found.append(
-            "Episodes lost to the harness (deadline, environment, engine) are left out of the "
-            "rates and counted in the column Faults."
-        )
-    if report is not None and report.rows:
-        found.append(
-            "The Wilson intervals treat episodes as independent. Episodes of one task are not: the "
-            "intervals by task resample tasks, and differences compare both sides on the same "
-            "resampled tasks. Where all tasks agree these collapse to a point; read Wilson's then."
-        )
-        found.extend(_chosen_tasks(report))
-        if not any(row.policy == "null" for row in report.rows):
-            found.append("The policy that does nothing was not measured: rates lack their floor.")
     label = data.manifest.get("policy_label")
     if label:
         found.append(
             _POLICY_LABELS.get(str(label).split(" ")[0], "How on-policy: {}.").format(label)
         )
+    return found
+
+
+def _statistics(report: EvaluationReport) -> list[str]:
+    """How the rates of a report were found."""
+    found = []
+    if any(row.num_faults for row in report.rows):
+        found.append(
+            "Episodes lost to the harness (deadline, environment, engine) are left out of the "
+            "rates and counted in the column Faults."
+        )
+    found.append(
+        "The Wilson intervals treat episodes as independent. Episodes of one task are not: the "
+        "intervals by task resample tasks, and differences compare both sides on the same "
+        "resampled tasks. Where all tasks agree these collapse to a point; read Wilson's then."
+    )
+    found.extend(_chosen_tasks(report))
+    if not any(row.policy == "null" for row in report.rows):
+        found.append("The policy that does nothing was not measured: rates lack their floor.")
     return found
 
 

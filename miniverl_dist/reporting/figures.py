@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from typing import Any, Final
 
-from miniverl_dist.observability.metrics import METRICS
+from miniverl_dist.observability.metrics import METRICS, NOT_A_NUMBER
 from miniverl_dist.reporting.charts import CHARTS, PHASES, Chart, Topic
 from miniverl_dist.reporting.run_data import RunData
-from miniverl_dist.reporting.series import MAX_POINTS, Point, extremes, means, sums
+from miniverl_dist.reporting.series import (
+    MAX_BARS,
+    MAX_POINTS,
+    GapPoint,
+    mean_line,
+    means,
+    sums,
+    thinned,
+)
+from miniverl_dist.reporting.windows import is_number
 from miniverl_dist.schemas.evaluation import EvaluationRow
 from miniverl_dist.training.eval_stats import wilson_interval
 
 Figure = dict[str, Any]
 """``topic, title, hint, data, layout``; the last two are plotly's."""
+
+Measured = tuple[EvaluationRow, tuple[float, float, float]]
+"""A row with an episode that counts, its pass rate and the ends of its interval."""
 
 COLORS: Final = (
     "#0072b2",
@@ -26,6 +39,8 @@ COLORS: Final = (
     "#8c6d31",
 )
 """Told apart by colour-blind readers, too. Source: Okabe and Ito (2008), all but the last."""
+_MAX_BATCH: Final = 10**9
+"""Trajectories; a file that says more of a batch is damaged."""
 _MAX_MARKERS: Final = 60
 """Points of a curve up to which each is marked."""
 
@@ -51,15 +66,19 @@ def all_figures(runs: Sequence[RunData]) -> list[Figure]:
 def chart_figure(chart: Chart, runs: Sequence[RunData]) -> Figure | None:
     """Curves of a chart's fields; None without a single number."""
     make = _stacked if chart.is_stacked else _curves
-    traces = []
+    traces, gaps = [], []
     for position, run in enumerate(runs):
         for index, name in enumerate(chart.fields):
-            made = make(_named(name, run, position), _points(run, name), index, position)
+            points, curve = _points(run, name), _named(name, run, position)
+            if bad := sum(y is None for _, y in points):
+                gaps.append(f"{curve} in {bad} steps")
+            made = make(curve, points, index, position)
             made[-1:] = [
                 t | {"hovertemplate": _hover(METRICS[name].description)} for t in made[-1:]
             ]
             traces += made
-    return _figure(chart.title, chart.hint, chart.unit, traces)
+    told = f" Gaps are values that are {NOT_A_NUMBER}: {', '.join(gaps)}." if gaps else ""
+    return _figure(chart.title, chart.hint + told, chart.unit, traces)
 
 
 def span_kind_figure(runs: Sequence[RunData]) -> Figure | None:
@@ -69,7 +88,7 @@ def span_kind_figure(runs: Sequence[RunData]) -> Figure | None:
     for position, run in enumerate(runs):
         records = [(r["step"], r[name]) for r in run.metrics if isinstance(r.get(name), dict)]
         for index, kind in enumerate(sorted({kind for _, by_kind in records for kind in by_kind})):
-            points = [(step, of[kind]) for step, of in records if _is_number(of.get(kind))]
+            points = [(step, _value(of[kind])) for step, of in records if kind in of]
             traces += _curves(_named(kind, run, position), points, index, position)
     hint = "Which of the student's words the loss comes from."
     return _figure("Loss by kind of span", hint, "loss", traces)
@@ -85,10 +104,11 @@ def pass_rate_figure(runs: Sequence[RunData]) -> Figure | None:
         if not position:
             traces += _band(run)
         traces += _curves(_named("pass_rate", run, position), points, position, position)
-        null = [row for row in _rows(run) if row.policy == "null"]
+        null = [pair for pair in _measured(run) if pair[0].policy == "null"]
         if null and not position:
-            level = [(points[0][0], null[-1].pass_rate), (points[-1][0], null[-1].pass_rate)]
-            traces.append(_level(f"null policy, T = {null[-1].tail_calls}", level, COLORS[6]))
+            row, (rate, *_) = null[-1]
+            level = [(points[0][0], rate), (points[-1][0], rate)]
+            traces.append(_level(f"null policy, T = {row.tail_calls}", level, COLORS[6]))
     hint = (
         "Training episodes of each batch at its own horizon; the band is the 95 % interval of a "
         "batch of its size (episodes taken as independent)."
@@ -101,9 +121,10 @@ def _band(run: RunData) -> list[dict[str, Any]]:
     ends = [
         (record["step"], wilson_interval(round(record["pass_rate"] * size), size))
         for record in run.metrics
-        if _is_number(record.get("pass_rate"))
-        and _is_number(record.get("num_trajectories"))
-        and (size := int(record["num_trajectories"])) > 0
+        if is_number(rate := record.get("pass_rate"))
+        and 0 <= rate <= 1
+        and is_number(record.get("num_trajectories"))
+        and 0 < (size := int(record["num_trajectories"])) < _MAX_BATCH
     ]
     traces = []
     for index in (0, 1):
@@ -132,38 +153,41 @@ def evaluation_figure(runs: Sequence[RunData]) -> Figure | None:
 
 def _evaluation_traces(run: RunData, position: int) -> Iterator[dict[str, Any]]:
     last = max([record["step"] for record in run.metrics], default=1)
-    series: dict[tuple[str, str], list[EvaluationRow]] = {}
-    for row in _rows(run):
-        series.setdefault((row.policy, str(row.tail_calls)), []).append(row)
+    series: dict[tuple[str, str], list[Measured]] = {}
+    for row, interval in _measured(run):
+        series.setdefault((row.policy, str(row.tail_calls)), []).append((row, interval))
     for index, ((policy, tail_calls), rows) in enumerate(series.items()):
         name = _named(f"{policy}, T = {tail_calls}", run, position)
         if policy != "student":
-            level = [(0, rows[-1].pass_rate), (last, rows[-1].pass_rate)]
+            rate = rows[-1][1][0]
+            level = [(0, rate), (last, rate)]
             yield _level(name, level, COLORS[index % len(COLORS)])
             continue
         placed = _placed(rows, last)
-        points = [(step, row.pass_rate) for step, row in placed]
+        points = [(step, rate) for step, (rate, _, _) in placed]
         [curve] = _curves(name, points, index, position)
         yield curve | {
             "error_y": {
                 "type": "data",
-                "array": [_rounded(row.pass_high - row.pass_rate) for _, row in placed],
-                "arrayminus": [_rounded(row.pass_rate - row.pass_low) for _, row in placed],
+                "array": [_rounded(high - rate) for _, (rate, _, high) in placed],
+                "arrayminus": [_rounded(rate - low) for _, (rate, low, _) in placed],
                 "thickness": 1,
             }
         }
 
 
-def _placed(rows: Sequence[EvaluationRow], last_step: int) -> list[tuple[int, EvaluationRow]]:
-    """Rows with the step their tag stands for; jobs of their own stand at the end."""
+def _placed(
+    rows: Sequence[Measured], last_step: int
+) -> list[tuple[int, tuple[float, float, float]]]:
+    """Rates and intervals with the step a row's tag stands for; jobs of their own at the end."""
     placed = []
-    for row in rows:
+    for row, interval in rows:
         number = row.tag.removeprefix("step-")
         if row.tag in ("before", "warm"):
             step = 0
         else:
             step = int(number) if number.isdigit() else last_step
-        placed.append((step, row))
+        placed.append((step, interval))
     return sorted(placed, key=lambda pair: pair[0])
 
 
@@ -171,7 +195,7 @@ def phase_total_figure(runs: Sequence[RunData]) -> Figure | None:
     """One bar per run: the seconds of each phase, summed over all steps."""
     traces = []
     for index, name in enumerate(PHASES):
-        totals = [sum(y for _, y in _points(run, name)) for run in runs]
+        totals = [sum(y for _, y in _points(run, name) if y is not None) for run in runs]
         if any(totals):
             traces.append(
                 {
@@ -214,7 +238,7 @@ def losses_figure(runs: Sequence[RunData]) -> Figure | None:
 def _figure(title: str, hint: str, unit: str, traces: list[dict[str, Any]]) -> Figure | None:
     if not traces:
         return None
-    values = [y for trace in traces for y in trace["y"] if _is_number(y)]
+    values = [y for trace in traces for y in trace["y"] if is_number(y)]
     y_axis: dict[str, Any] = {
         "title": {"text": unit, "standoff": 8},
         "rangemode": "tozero",
@@ -245,7 +269,9 @@ def _figure(title: str, hint: str, unit: str, traces: list[dict[str, Any]]) -> F
     return {"title": title, "hint": hint, "data": traces, "layout": layout}
 
 
-def _curves(name: str, points: Sequence[Point], index: int, position: int) -> list[dict[str, Any]]:
+def _curves(
+    name: str, points: Sequence[GapPoint], index: int, position: int
+) -> list[dict[str, Any]]:
     """The curve last; before that of a long series its extremes, pale. None without a point."""
     color = COLORS[index % len(COLORS)]
     curve = {
@@ -264,32 +290,37 @@ def _curves(name: str, points: Sequence[Point], index: int, position: int) -> li
         "hoverinfo": "skip",
         "showlegend": False,
     }
-    return [curve | pale | _xy(extremes(points)), curve | _xy(means(points, MAX_POINTS // 4))]
+    line = mean_line(points, MAX_POINTS // 4)
+    return [curve | pale | _xy(thinned(points)), curve | _xy(line)]
 
 
-def _stacked(name: str, points: Sequence[Point], index: int, position: int) -> list[dict[str, Any]]:
+def _stacked(
+    name: str, points: Sequence[GapPoint], index: int, position: int
+) -> list[dict[str, Any]]:
     """Bars that stand on each other; of a further run points, which do not hide them."""
     if not points:
         return []
     color = COLORS[index % len(COLORS)]
-    trace = {"name": name, "marker": {"color": color}} | _xy(means(points))
+    trace = {"name": name, "marker": {"color": color}} | _xy(mean_line(points, MAX_BARS))
     if position:
         return [trace | {"type": "scatter", "mode": "lines+markers", "line": {"dash": "dash"}}]
     return [trace | {"type": "bar"}]
 
 
-def _level(name: str, points: Sequence[Point], color: str) -> dict[str, Any]:
+def _level(name: str, points: Sequence[GapPoint], color: str) -> dict[str, Any]:
     line = {"color": color, "dash": "dot", "width": 1.5}
     return _xy(points) | {"name": name, "type": "scatter", "mode": "lines", "line": line}
 
 
-def _xy(points: Sequence[Point]) -> dict[str, list[float]]:
+def _xy(points: Sequence[GapPoint]) -> dict[str, list[float | None]]:
     return {"x": [_rounded(x, 6) for x, _ in points], "y": [_rounded(y) for _, y in points]}
 
 
-def _rounded(value: float, digits: int = 5) -> float:
-    """Few enough digits for a page of many numbers, more than a chart can show."""
-    return value if isinstance(value, int) else float(f"{value:.{digits}g}")
+def _rounded(value: float | None, digits: int = 5) -> float | None:
+    """Few enough digits for a page of many numbers, more than a chart can show; None is a gap."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.{digits}g}") if isfinite(value) else None
 
 
 def _named(name: str, run: RunData, position: int) -> str:
@@ -300,13 +331,16 @@ def _hover(description: str, axis: str = "y") -> str:
     return f"%{{{axis}:.4g}} · {description}"
 
 
-def _points(run: RunData, name: str) -> list[Point]:
-    return [(r["step"], r[name]) for r in run.metrics if _is_number(r.get(name))]
+def _points(run: RunData, name: str) -> list[GapPoint]:
+    """The steps that measured it; none where no step found a number."""
+    found = [(r["step"], _value(r[name])) for r in run.metrics if name in r]
+    return found if any(y is not None for _, y in found) else []
 
 
-def _rows(run: RunData) -> Sequence[EvaluationRow]:
-    return () if run.evaluation is None else run.evaluation.rows
+def _value(value: object) -> float | None:
+    return value if is_number(value) else None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _measured(run: RunData) -> list[Measured]:
+    rows = () if run.evaluation is None else run.evaluation.rows
+    return [(row, found) for row in rows if (found := row.pass_interval) is not None]

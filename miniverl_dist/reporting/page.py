@@ -17,33 +17,25 @@ from miniverl_dist.reporting.episode_text import Turn, call_lines, facts, shorte
 from miniverl_dist.reporting.eval_tables import evaluation_tables
 from miniverl_dist.reporting.evaluation import caveats
 from miniverl_dist.reporting.figures import all_figures
-from miniverl_dist.reporting.run_compare import compare_head, number_rows, recipe_rows
+from miniverl_dist.reporting.run_compare import Table, comparison
 from miniverl_dist.reporting.run_data import RunData
 from miniverl_dist.reporting.series import MAX_POINTS
 from miniverl_dist.reporting.summary import (
     EVENT_HEAD,
-    TRAINING_HEAD,
     identity,
     notable_events,
     title,
     total_rows,
+    training_head,
     training_rows,
 )
 from miniverl_dist.reporting.token_view import TokenStrip, token_strips
+from miniverl_dist.reporting.windows import is_number
 from miniverl_dist.schemas.trajectory import Trajectory
 
 _MAX_TURN_CHARS: Final = 4000
 _MAX_TOKENS: Final = 20_000
 """Coloured tokens on a page; episodes beyond it are shown as plain text."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """One table of the page."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ def html_page(runs: Sequence[RunData]) -> str:
     return template.render(
         title=title(runs[0]),
         runs=[_section(run) for run in runs],
-        comparison=_comparison(runs),
+        comparison=comparison(runs),
         topics=[
             (topic, list(group))
             for topic, group in groupby(numbered, key=lambda pair: pair[1]["topic"])
@@ -103,22 +95,11 @@ def html_page(runs: Sequence[RunData]) -> str:
     )
 
 
-def _comparison(runs: Sequence[RunData]) -> list[Table]:
-    if len(runs) == 1:
-        return []
-    head = compare_head(runs)
-    tables = (
-        Table("Runs compared: last steps", head, number_rows(runs)),
-        Table("Runs compared: where the recipes differ", head, recipe_rows(runs)),
-    )
-    return [table for table in tables if table.rows]
-
-
 def _section(run: RunData) -> RunSection:
     evaluated = [] if run.evaluation is None else evaluation_tables(run.evaluation)
     tables = (
         *(Table(table.title, table.head, table.rows) for table in evaluated),
-        Table("Training", TRAINING_HEAD, training_rows(run)),
+        Table("Training", training_head(run), training_rows(run)),
         Table("Totals", ("Field", "Sum over all steps"), total_rows(run)),
         Table("Notable events", EVENT_HEAD, notable_events(run)),
     )
@@ -172,7 +153,7 @@ def _limit(run: RunData) -> float:
     """Nats at which the colours of a difference are full: where the weights are clipped."""
     opd = run.config.get("opd")
     clip = opd.get("clip") if isinstance(opd, Mapping) else None
-    return float(clip) if isinstance(clip, int | float) and clip > 0 else 3.0
+    return float(clip) if is_number(clip) and clip > 0 else 3.0
 
 
 def _script_json(value: dict[str, Any]) -> Markup:

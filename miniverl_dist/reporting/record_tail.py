@@ -10,6 +10,15 @@ from typing import Final
 _BLOCK_BYTES: Final = 1 << 18
 
 
+def num_lines(path: Path) -> int:
+    """Finished lines of a file, 0 where there is none; read in blocks, nothing is parsed."""
+    try:
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK_BYTES), b""))
+    except OSError:
+        return 0
+
+
 def lines_from_end(path: Path, *, max_bytes: int) -> Iterator[bytes]:
     r"""Lines of a file, the last one first, within its last ``max_bytes``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from miniverl_dist.config.problems import explain_in_line
 from miniverl_dist.config.yaml_text import parse_yaml
 from miniverl_dist.errors import ConfigError, RecordError
 from miniverl_dist.observability.events import Event
+from miniverl_dist.observability.metrics import NOT_A_NUMBER
 from miniverl_dist.observability.run_dir import (
     CONFIG_RESOLVED,
     EVALUATION,
@@ -22,9 +24,12 @@ from miniverl_dist.observability.run_dir import (
     RunDirectory,
     parse_json_line,
 )
+from miniverl_dist.reporting.evaluation_folder import evaluation_status, is_evaluation
 from miniverl_dist.reporting.losses import LossCounts
+from miniverl_dist.reporting.record_tail import num_lines
 from miniverl_dist.reporting.samples import choose_samples, parse_trajectory
 from miniverl_dist.reporting.token_text import TokenTexts, load_token_texts
+from miniverl_dist.reporting.windows import LARGEST_INT
 from miniverl_dist.schemas.evaluation import EvaluationReport
 from miniverl_dist.schemas.token_analysis import TokenAnalysis
 from miniverl_dist.schemas.trajectory import Trajectory
@@ -60,7 +65,11 @@ class RunData:
     """What the tokens of ``analyses`` spell."""
     notes: list[str] = field(default_factory=list)
     status: str = "unknown"
-    """``running``, ``killed``, ``finished``, ``stopped``, ``failed`` or ``evaluation``."""
+    """``running``, ``killed``, ``finished``, ``stopped`` or ``failed``."""
+    is_evaluation: bool = False
+    """The folder of an evaluation: nothing is trained in it, ``status`` is the evaluation's."""
+    num_played: int = 0
+    """Evaluation episodes that have ended; counted where ``is_evaluation``."""
 
 
 def load_run_data(run_dir: Path, *, num_samples: int = 5) -> RunData:
@@ -72,7 +81,20 @@ def load_run_data(run_dir: Path, *, num_samples: int = 5) -> RunData:
     run = RunDirectory.open(run_dir)
     data = RunData(label=run_dir.resolve().name)
     data.manifest = _read_object(run, MANIFEST, data.notes)
+    data.is_evaluation = is_evaluation(data.manifest)
     data.config = _read_config(run, data.notes)
+    if data.is_evaluation:
+        data.num_played = num_lines(run.path / RecordFile.EVAL_TRAJECTORIES)
+        if (run.path / RecordFile.EVENTS).exists():  # not before the first row
+            _read_events(run, data)
+        data.evaluation = _read_evaluation(run, data.notes)
+    else:
+        _read_training(run, data, num_samples)
+    data.status = _status(run, data)
+    return data
+
+
+def _read_training(run: RunDirectory, data: RunData, num_samples: int) -> None:
     by_step = {
         record["step"]: record
         for record in _salvage(run, RecordFile.METRICS, data.notes)
@@ -85,10 +107,16 @@ def load_run_data(run_dir: Path, *, num_samples: int = 5) -> RunData:
     if data.analyses:
         fingerprint = data.samples[0].tokenizer_fingerprint
         data.texts = load_token_texts(run.path, data.config, fingerprint, data.notes)
-    data.status = str(data.manifest.get("status", "unknown"))
-    if data.status in ("created", "running"):
-        data.status = "running" if run.is_being_written else "killed"
-    return data
+
+
+def _status(run: RunDirectory, data: RunData) -> str:
+    """The manifest's word, doubted where it says that somebody writes and nobody does."""
+    told = data.manifest.get("status", "unknown")
+    if data.is_evaluation:
+        told = evaluation_status(data.manifest, has_rows=data.evaluation is not None)
+    if told in ("created", "running"):
+        return "running" if run.is_being_written else "killed"
+    return str(told)
 
 
 def _read_object(run: RunDirectory, name: str, notes: list[str]) -> dict[str, Any]:
@@ -96,7 +124,7 @@ def _read_object(run: RunDirectory, name: str, notes: list[str]) -> dict[str, An
         notes.append(f"{name} is missing")
         return {}
     try:
-        return run.read_json(name)
+        return finite(run.read_json(name))
     except RecordError as error:
         notes.append(_in_run(run, error))
         return {}
@@ -111,7 +139,7 @@ def _read_config(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
     except (ConfigError, RecordError) as error:
         notes.append(_in_run(run, error))
         return {}
-    return data if isinstance(data, dict) else {}
+    return finite(data) if isinstance(data, dict) else {}
 
 
 def _read_evaluation(run: RunDirectory, notes: list[str]) -> EvaluationReport | None:
@@ -128,9 +156,17 @@ def _read_evaluation(run: RunDirectory, notes: list[str]) -> EvaluationReport | 
 def parse_evaluation(raw: bytes, where: str) -> EvaluationReport:
     """An evaluation file. Raises ``RecordError`` naming file and field."""
     try:
-        return EvaluationReport.model_validate_json(raw, strict=True)
+        report = EvaluationReport.model_validate_json(raw, strict=True)
     except ValidationError as error:
         raise RecordError(f"{where}: {explain_in_line(error, EvaluationReport)}") from None
+    for row in report.rows:
+        bad = [name for name, value in row if isinstance(value, float) and not isfinite(value)]
+        if bad:
+            raise RecordError(
+                f"{where}: {bad[0]} of the row {row.policy} ({row.tag}) is {NOT_A_NUMBER}: restore "
+                "the file, or remove it and evaluate again"
+            )
+    return report
 
 
 def _read_events(run: RunDirectory, data: RunData) -> None:
@@ -159,11 +195,28 @@ def _salvage(
             if any(text in start for text in skipped):
                 continue
             try:
-                yield parse_json_line(line, str(path))
-            except RecordError:
+                yield finite(parse_json_line(line, str(path)))
+            except (RecordError, RecursionError):
                 bad.append(number)
     if bad:
         notes.append(f"{name}: {len(bad)} unreadable line(s) left out, the first is line {bad[0]}")
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object with None for numbers that JSON, or a float, cannot hold."""
+    return {key: _finite(item) for key, item in record.items()}
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return finite(value)
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, int):
+        return value if abs(value) <= LARGEST_INT else None
+    return value
 
 
 def _in_run(run: RunDirectory, error: Exception) -> str:

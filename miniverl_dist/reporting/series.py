@@ -8,6 +8,8 @@ from typing import Final
 
 Point = tuple[float, float]
 """Step and value."""
+GapPoint = tuple[float, float | None]
+"""The same; None where the value is not a number, which breaks the line."""
 
 MAX_POINTS: Final = 400
 """Points of a line that a page draws; a chart is about as many pixels wide."""
@@ -27,6 +29,32 @@ def extremes(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
         low, high = (pick(range(len(part)), key=lambda i: part[i][1]) for pick in (min, max))
         kept.extend(part[index] for index in sorted({low, high}))
     return [*kept, points[-1]]
+
+
+def thinned(points: Sequence[GapPoint], limit: int = MAX_POINTS) -> list[GapPoint]:
+    """``extremes`` of the numbers, and of each stretch without one that it broke, its first step.
+
+    Not more than ``limit`` (>= 8) points; of very many gaps the first ones of equal stretches stay.
+    """
+    if len(points) <= limit:
+        return list(points)
+    gaps = [point for point in points if point[1] is None]
+    numbers = [(x, y) for x, y in points if y is not None]
+    shown = gaps[:: -(-len(gaps) // (limit // 2))] if gaps else []
+    return sorted([*extremes(numbers, limit - len(shown)), *shown], key=lambda point: point[0])
+
+
+def mean_line(points: Sequence[GapPoint], limit: int) -> list[GapPoint]:
+    """``means`` of the numbers; a stretch in which none is a number is a gap."""
+    if len(points) <= limit:
+        return list(points)
+    found: list[GapPoint] = []
+    for start, end in _stretches(len(points), limit):
+        part = points[start:end]
+        known = [y for _, y in part if y is not None]
+        middle = sum(x for x, _ in part) / len(part)
+        found.append((middle, sum(known) / len(known) if known else None))
+    return found
 
 
 def means(points: Sequence[Point], limit: int = MAX_BARS) -> list[Point]:

@@ -7,16 +7,26 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from miniverl_dist.observability.environment import without_paths
-from miniverl_dist.observability.metrics import METRICS
+from miniverl_dist.observability.metrics import METRICS, NOT_A_NUMBER
 from miniverl_dist.reporting.eval_tables import evaluation_tables
 from miniverl_dist.reporting.evaluation import caveats
+from miniverl_dist.reporting.run_compare import comparison
 from miniverl_dist.reporting.run_data import RunData
+from miniverl_dist.reporting.windows import (
+    first_mean,
+    is_number,
+    last_mean,
+    shown_fields,
+    window_text,
+)
 from miniverl_dist.schemas.evaluation import EvaluationReport
 
 _TRAINING_FIELDS: Final = (
     "pass_rate",
     "reward_mean",
     "reverse_kl_mean",
+    "loss",
+    "divergence_mean",
     "entropy_mean",
     "calls_per_trajectory",
     "response_tokens_mean",
@@ -55,13 +65,13 @@ NOTABLE_EVENTS: Final = frozenset(
     }
 )
 _MAX_NOTABLE = 30
-_WINDOW = 5
-"""Steps at either end that the training table averages over (fewer in a short run)."""
 
 
 def markdown_summary(runs: Sequence[RunData]) -> str:
     """The page; a second run is a comparison and gets its own tables."""
     lines = [f"# {_plain(title(runs[0]))}"]
+    for table in comparison(runs):
+        lines += _section(f"## {_plain(table.title)}", _table(table.head, table.rows))
     for run in runs:
         if len(runs) > 1:
             lines += ["", f"# Run `{_plain(run.label)}`"]
@@ -72,7 +82,7 @@ def markdown_summary(runs: Sequence[RunData]) -> str:
         lines += _section("## Read this first", [f"* {_plain(text)}" for text in caveats(run)])
         if run.evaluation is not None:
             lines += _section("## Evaluation", _evaluation(run.evaluation))
-        lines += _section("## Training", _table(TRAINING_HEAD, training_rows(run)))
+        lines += _section("## Training", _table(training_head(run), training_rows(run)))
         lines += _section("## Totals", _table(("Field", "Sum over all steps"), total_rows(run)))
         lines += _section("## Notable events", _table(EVENT_HEAD, notable_events(run)))
         lines += _section(
@@ -89,7 +99,7 @@ def title(run: RunData) -> str:
 def identity(run: RunData) -> list[tuple[str, str]]:
     """What the run is, as label and text."""
     manifest = run.manifest
-    found = [("Status", f"{run.status}, {len(run.metrics)} steps recorded")]
+    found = [("Status", _status(run))]
     labels = {"Objective": "objective", "On-policy": "policy_label", "Seed": "seed"}
     found += [(label, str(manifest[key])) for label, key in labels.items() if key in manifest]
     roles = manifest.get("roles")
@@ -104,25 +114,35 @@ def identity(run: RunData) -> list[tuple[str, str]]:
     return found
 
 
-TRAINING_HEAD: Final = ("Metric", "Mean of the first steps", "Mean of the last steps", "Unit")
+def _status(run: RunData) -> str:
+    if run.is_evaluation:
+        return f"evaluation, {run.status}, {run.num_played} episodes played, nothing is trained"
+    return f"{run.status}, {len(run.metrics)} steps recorded"
+
+
+def training_head(run: RunData) -> tuple[str, ...]:
+    """Columns of ``training_rows``."""
+    ends = (window_text(end, len(run.metrics)) for end in ("first", "last"))
+    return ("Metric", *(text[0].upper() + text[1:] for text in ends), "Unit")
 
 
 def training_rows(run: RunData) -> list[tuple[str, ...]]:
-    """Means over the first and the last steps; fields without a number are left out."""
-    rows: list[tuple[str, ...]] = []
-    for name in _TRAINING_FIELDS:
-        values = _values(run, name)
-        if values:
-            window = max(1, min(_WINDOW, len(values) // 2))
-            means = [f"{sum(part) / window:.4g}" for part in (values[:window], values[-window:])]
-            rows.append((name, *means, METRICS[name].unit))
-    return rows
+    """Means over the first and the last steps; what was not measured is left out."""
+    return [
+        (
+            name,
+            str(first_mean(run.metrics, name)),
+            str(last_mean(run.metrics, name)),
+            METRICS[name].unit_text,
+        )
+        for name in shown_fields(_TRAINING_FIELDS, run.metrics)
+    ]
 
 
 def total_rows(run: RunData) -> list[tuple[str, ...]]:
     """Sums over the run, dropped groups and refusals of the teacher by reason."""
     rows: list[tuple[str, ...]] = [
-        (name, f"{sum(values):,.0f}") for name in _TOTALS if (values := _values(run, name))
+        (name, _total(run, name)) for name in shown_fields(_TOTALS, run.metrics)
     ]
     losses = Counter(
         f"{_LOSSES[str(event['event'])]}: {event.get('reason')}"
@@ -158,8 +178,12 @@ def _evaluation(report: EvaluationReport) -> list[str]:
     return lines
 
 
-def _values(run: RunData, name: str) -> list[float]:
-    return [record[name] for record in run.metrics if isinstance(record.get(name), int | float)]
+def _total(run: RunData, name: str) -> str:
+    values = [record[name] for record in run.metrics if name in record]
+    numbers = [value for value in values if is_number(value)]
+    bad = len(values) - len(numbers)
+    without = f" without {bad} steps that are {NOT_A_NUMBER}" if bad else ""
+    return f"{sum(numbers):,.0f}{without}"
 
 
 def _section(heading: str, lines: Sequence[str]) -> list[str]:

@@ -25,6 +25,8 @@ FORMAT = 1
 """Version of the cached form; part of every entry's name."""
 INSTALL_HINT = "pip install 'miniverl-dist[local]'"
 
+_LONG_CHARS = 10_000
+"""Milliseconds of work."""
 _INVALID_BYTES = re.compile("([\udc80-\udcff]+)")
 _CONTROL_FORM = re.compile(r"<([|｜]).*\1>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -253,7 +255,11 @@ class HfTokenizer:
         return normalizer
 
     def _raw(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < _LONG_CHARS:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        else:
+            # Of the library's ways only this one lets other threads, and so deadlines, go on.
+            ids = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         if self._special_ids.isdisjoint(ids):
             return ids
         # A vocabulary may hold a control token as an ordinary entry, too.

@@ -121,6 +121,10 @@ def build_batch(
     members = [m for m in everyone if _can_be_trained_on(m.trajectory, config)]
     metrics = _rollout_metrics(everyone, members, is_online=config.is_online)
     metrics["num_groups"] = float(len(groups))
+    if config.is_online:
+        horizons = [group.assignment.tail_calls for group in groups]
+        metrics["tail_calls_mean"] = sum(horizons) / len(horizons)
+        metrics["tail_calls_max"] = float(max(horizons))
     if not members:
         return BuiltBatch(None, metrics)
     advantage = _group_advantage(members, config, metrics)
@@ -149,10 +153,11 @@ def _group_advantage(
     """[B] advantage by reward; 0 under an objective that leaves rewards out."""
     rewards = [m.trajectory.reward for m in members]
     group_ids = [m.trajectory.group_id for m in members]
-    flat = zero_variance_groups(rewards, group_ids)
-    metrics["num_zero_variance_groups"] = float(
-        len({g for g, is_flat in zip(group_ids, flat, strict=True) if is_flat})
-    )
+    if config.is_online:
+        flat = zero_variance_groups(rewards, group_ids)
+        metrics["num_zero_variance_groups"] = float(
+            len({g for g, is_flat in zip(group_ids, flat, strict=True) if is_flat})
+        )
     if not config.uses_group_advantage:
         return np.zeros(len(members))
     return group_advantages(
@@ -258,9 +263,11 @@ def _pack(
         config,
         loss_mask,
     )
-    trained_advantage = group_advantage[ids][loss_mask]
-    metrics["group_advantage_abs_mean"] = float(np.abs(trained_advantage).mean())
-    _credit_metrics(metrics, credits, weights[scored], advantages[loss_mask], config)
+    if config.uses_group_advantage:
+        metrics["group_advantage_abs_mean"] = float(np.abs(group_advantage[ids][loss_mask]).mean())
+    metrics["num_loss_tokens"] = float(loss_mask.sum())
+    if config.is_online:
+        _credit_metrics(metrics, credits, weights[scored], advantages[loss_mask], config)
     steps = split_minibatches(len(members), config.loop.num_minibatches)
     num_steps = int(steps.max()) + 1
     return TrainBatch(
@@ -295,8 +302,6 @@ def _rows(
     rows = pack_targets(trajectories, targets, starts, minibatch_ids)
     metrics["num_target_rows"] = float(len(rows.positions))
     metrics["teacher_queried_position_ratio"] = len(rows.positions) / max(rows.num_candidates, 1)
-    if rows.top_k is not None and len(rows.positions):
-        metrics["teacher_tail_mass_mean"] = float(np.exp(rows.top_k.tail_logprobs).mean())
     return rows
 
 
@@ -382,7 +387,6 @@ def _credit_metrics(
     advantages: FloatArray,
     config: RunConfig,
 ) -> None:
-    metrics["num_loss_tokens"] = float(len(advantages))
     metrics["advantage_abs_mean"] = float(np.abs(advantages).mean())
     ratios = np.concatenate([c.reverse_kl for c in credits])
     if config.opd is None or not len(ratios) or not len(weights):

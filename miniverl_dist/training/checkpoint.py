@@ -22,6 +22,7 @@ from miniverl_dist.observability.run_dir import CHECKPOINT_MARKER, sync_folder, 
 from miniverl_dist.schemas.run_state import CheckpointFile, CheckpointManifest, RunState
 
 FORMAT_VERSION = 1
+_REMEDY = "use another checkpoint"
 _TEMPORARY_PREFIX = ".incomplete-"
 _NOTHING_LEFT_BYTES = 64 * 1024
 """What a writer that ran into the end of the disk leaves free at most: a few blocks."""
@@ -209,8 +210,13 @@ def describe_files(folder: Path) -> tuple[CheckpointFile, ...]:
     return tuple(_describe(path, folder) for path in _files(folder))
 
 
-def verify_seal(folder: Path, seal_file: Path) -> None:
+def verify_seal(folder: Path, seal_file: Path, remedy: str = "start a new run") -> None:
     """Check a folder against its seal.
+
+    Args:
+        folder: What was sealed.
+        seal_file: See `seal`.
+        remedy: What whoever reads that it is damaged may do.
 
     Raises:
         CheckpointError: the seal is damaged, or a file is missing or unknown.
@@ -222,36 +228,38 @@ def verify_seal(folder: Path, seal_file: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{seal_file.name} is damaged ({type(error).__name__}): {folder.name}/ cannot be "
-            "trusted; start a new run"
+            f"trusted; {remedy}"
         ) from error
-    _verify_files(folder, files)
+    _verify_files(folder, files, remedy)
 
 
-def _check_names_and_sizes(checkpoint: Path, files: Sequence[CheckpointFile]) -> None:
+def _check_names_and_sizes(
+    checkpoint: Path, files: Sequence[CheckpointFile], remedy: str = _REMEDY
+) -> None:
     found = {_relative(path, checkpoint) for path in _files(checkpoint)} - {CHECKPOINT_MARKER}
     expected = {file.path for file in files}
     if found != expected:
         raise CheckpointError(
             f"{checkpoint.name}: missing files {sorted(expected - found)}, "
-            f"unknown files {sorted(found - expected)}"
+            f"unknown files {sorted(found - expected)}; {remedy}"
         )
     for file in files:
         num_bytes = (checkpoint / file.path).stat().st_size
         if num_bytes != file.num_bytes:
             raise ChecksumError(
                 f"{checkpoint.name}/{file.path}: {num_bytes} bytes, expected {file.num_bytes}; "
-                "the file is damaged, use another checkpoint"
+                f"the file is damaged, {remedy}"
             )
 
 
-def _verify_files(checkpoint: Path, files: Sequence[CheckpointFile]) -> None:
-    _check_names_and_sizes(checkpoint, files)
+def _verify_files(checkpoint: Path, files: Sequence[CheckpointFile], remedy: str = _REMEDY) -> None:
+    _check_names_and_sizes(checkpoint, files, remedy)
     for file in files:
         actual = _describe(checkpoint / file.path, checkpoint)
         if actual != file:
             raise ChecksumError(
                 f"{checkpoint.name}/{file.path}: SHA-256 {actual.sha256[:12]}, expected "
-                f"{file.sha256[:12]}; the file is damaged, use another checkpoint"
+                f"{file.sha256[:12]}; the file is damaged, {remedy}"
             )
 
 

@@ -25,6 +25,8 @@ from miniverl_dist.schemas.trajectory import HARNESS_TERMINATIONS, Trajectory
 if TYPE_CHECKING:
     from miniverl_dist.training.evaluate import EvaluationJob
 
+STUDENT: Final = "student"
+"""The policy that is trained: the only one whose weights have versions."""
 _Z_95: Final = 1.959963984540054
 NUM_RESAMPLES: Final = 10_000
 BOOTSTRAP_SEED: Final = 20_260_101
@@ -137,7 +139,7 @@ def task_interval(outcomes: Sequence[TaskOutcome]) -> Interval | None:
     It collapses to a point where all tasks agree (all passed, none passed): then the Wilson
     interval is the one to read.
     """
-    sums = np.array(list(_sums_by_cluster(outcomes).values()), dtype=np.float64)
+    sums = np.array([*_sums_by_cluster(outcomes, _clusters(outcomes)).values()], dtype=np.float64)
     if len(sums) < 2:
         return None
     counts = resample_counts(len(sums))
@@ -160,16 +162,13 @@ def paired_difference(
     shared = {(o.task_id, o.tail_calls) for o in a if o.num_episodes} & {
         (o.task_id, o.tail_calls) for o in b if o.num_episodes
     }
-    by_task = [
-        _sums_by_cluster([o for o in side if (o.task_id, o.tail_calls) in shared])
-        for side in (a, b)
-    ]
     if not shared:
         return None
+    sides = [[o for o in side if (o.task_id, o.tail_calls) in shared] for side in (a, b)]
+    clusters = _clusters([*sides[0], *sides[1]])
+    by_cluster = [_sums_by_cluster(side, clusters) for side in sides]
     column = 0 if of == "pass" else 2
-    left, right = (
-        np.array([sums[key] for key in by_task[0]], dtype=np.float64) for sums in by_task
-    )
+    left, right = (np.array([*sums.values()], dtype=np.float64) for sums in by_cluster)
     rates = [float(side[:, column].sum() / side[:, 1].sum()) for side in (left, right)]
     interval = None
     if len(left) > 1:
@@ -181,15 +180,37 @@ def paired_difference(
     return PairedDifference(rates[0], rates[1], interval, len({task_id for task_id, _ in shared}))
 
 
-def _sums_by_cluster(outcomes: Sequence[TaskOutcome]) -> dict[str, tuple[float, float, float]]:
-    """Task or family -> (passes, episodes, reward) at all T; without an episode, left out.
+def _clusters(outcomes: Sequence[TaskOutcome]) -> dict[str, str]:
+    """Task -> what is drawn together with it: its family, or itself.
 
-    Sorted by id: the order in which a row lists its tasks must not change an interval.
+    Where two evaluations declare other families, what either of them joins is drawn together.
+    """
+    heads: dict[str, str] = {}
+
+    def head(name: str) -> str:
+        while (above := heads.setdefault(name, name)) != name:
+            name = above
+        return name
+
+    by_task: dict[str, str] = {}
+    for o in outcomes:
+        name = o.family or o.task_id
+        first, second = sorted((head(by_task.setdefault(o.task_id, name)), head(name)))
+        heads[second] = first
+    return {task_id: head(name) for task_id, name in by_task.items()}
+
+
+def _sums_by_cluster(
+    outcomes: Sequence[TaskOutcome], clusters: Mapping[str, str]
+) -> dict[str, tuple[float, float, float]]:
+    """Cluster -> (passes, episodes, reward) at all T; without an episode, left out.
+
+    Sorted by name: the order in which a row lists its tasks must not change an interval.
     """
     sums: dict[str, tuple[float, float, float]] = {}
     for o in outcomes:
         if o.num_episodes:
-            key = o.family or o.task_id
+            key = clusters[o.task_id]
             passed, played, reward = sums.get(key, (0.0, 0.0, 0.0))
             sums[key] = (
                 passed + o.num_passed,
@@ -230,33 +251,34 @@ def summarize(
 ) -> EvaluationRow:
     """Rates and means over the episodes that count; harness faults are counted apart."""
     counted = [t for t in trajectories if t.termination not in HARNESS_TERMINATIONS]
-    passed = sum(t.passed for t in counted)
-    low, high = wilson_interval(passed, len(counted))
+    failed = [t for t in counted if not t.passed]
+    low, high = wilson_interval(len(counted) - len(failed), len(counted))
     outcomes = task_outcomes(counted, places, job.families)
     by_task = task_interval(outcomes)
     parts = sorted({name for t in counted for name in t.reward_parts})
     return EvaluationRow(
         policy=job.policy,
         tag=job.tag,
-        policy_version=job.policy_version,
+        policy_version=job.policy_version if job.policy == STUDENT else None,
         tail_calls=tail_calls,
         num_tasks=len({place.task_id for place in places}),
         num_episodes=len(counted),
         num_faults=len(trajectories) - len(counted),
         pass_rate=_mean([float(t.passed) for t in counted]),
-        pass_low=low,
-        pass_high=high,
+        pass_low=low if counted else None,
+        pass_high=high if counted else None,
         official_per_turn_rate=_check_rate(counted, "official_per_turn"),
         state_only_rate=_check_rate(counted, "state_only"),
         reward_mean=_mean([t.reward for t in counted]),
         reward_parts={
-            name: _mean([t.reward_parts.get(name, 0.0) for t in counted]) for name in parts
+            name: float(np.mean([t.reward_parts.get(name, 0.0) for t in counted])) for name in parts
         },
         calls_per_episode=_mean([float(len(t.tool_calls)) for t in counted]),
         tokens_per_episode=_mean(
             [float(sum(s.end - s.start for s in t.spans if s.sampled)) for t in counted]
         ),
-        terminations=dict(sorted(Counter(t.termination.value for t in trajectories).items())),
+        terminations=_ends(trajectories),
+        failed_ends=_ends(failed),
         pass_low_by_task=None if by_task is None else by_task.low,
         pass_high_by_task=None if by_task is None else by_task.high,
         pass_at_k=mean_pass_at_k(outcomes),
@@ -264,7 +286,13 @@ def summarize(
         first_call_match_rate=_check_rate(counted, "first_call_match"),
         errors=_errors(trajectories),
         tasks=outcomes,
+        job=job.digest or "",
+        settings=dict(job.settings),
     )
+
+
+def _ends(trajectories: Sequence[Trajectory]) -> dict[str, int]:
+    return dict(sorted(Counter(t.termination.value for t in trajectories).items()))
 
 
 def task_outcomes(
@@ -317,10 +345,10 @@ def _has_readable_call(trajectory: Trajectory) -> bool:
 
 def _check_rate(trajectories: Sequence[Trajectory], check: str) -> float | None:
     """Share of verdicts that hold a check and found it true; None where none holds it."""
-    if trajectories and not any(check in trajectory.verdict for trajectory in trajectories):
+    if not any(check in trajectory.verdict for trajectory in trajectories):
         return None
     return _mean([float(bool(trajectory.verdict.get(check))) for trajectory in trajectories])
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else 0.0
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None

@@ -29,6 +29,10 @@ class EvaluationJob:
     """Deterministic policies need one."""
     families: Mapping[str, str] = field(default_factory=dict)
     """Task id -> what it is a variant of."""
+    digest: str | None = None
+    """Of all that decides how the episodes go; None where that is not known."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """How the policy is asked, for the row."""
 
 
 def assignments(

@@ -47,10 +47,11 @@ from miniverl_dist.schemas.batch import SftBatch, UpdateResult
 from miniverl_dist.schemas.run_state import RunState
 from miniverl_dist.training import checkpoint
 from miniverl_dist.training.accumulate import StepUpdate, add_all, open_update
+from miniverl_dist.training.alarms import alarms
 from miniverl_dist.training.batch_builder import BuiltBatch, SpanByteEnds, build_batch
 from miniverl_dist.training.buffer import BufferSizes, GroupBuffer
 from miniverl_dist.training.evaluator import Evaluator
-from miniverl_dist.training.journal import Journal
+from miniverl_dist.training.journal import Journal, require_lags
 from miniverl_dist.training.recorder import Recorder
 from miniverl_dist.training.sft import run_sft
 from miniverl_dist.training.workers import RolloutWorkers
@@ -99,7 +100,7 @@ class Trainer:
         self._config, self._ports = config, ports
         self._evaluator, self._recorder = evaluator, recorder
         self._digest, self._warmup = config_digest, warmup
-        self._journal = Journal(recorder.run.path / "journal")
+        self._journal = Journal(recorder.run.path / "journal", config_digest)
         self._buffer: GroupBuffer | None = None
         self._step = 0
         self._num_trained = 0
@@ -156,6 +157,10 @@ class Trainer:
     def _is_done(self) -> bool:
         return self._step >= self._config.loop.num_steps or self._stop.is_set()
 
+    @property
+    def _version(self) -> int:
+        return self._ports.students.policy_version
+
     def _open_update(self, step: int) -> StepUpdate:
         return open_update(self._ports.students, self._config, self._ports.byte_ends, step)
 
@@ -182,6 +187,8 @@ class Trainer:
             is_replay: They come from the journal.
         """
         lags = [self._lag(group) for group in groups]
+        if is_replay:
+            require_lags(groups, lags, self._config.loop.max_policy_lag, self._step)
         built = await self._build(groups)
         self._next_ticket = groups[-1].assignment.ticket + 1
         if built.batch is None:
@@ -189,7 +196,7 @@ class Trainer:
             return
         self._num_empty = 0
         if not is_replay:
-            self._journal.write(self._step, update.computed_order(groups))
+            self._journal.write(self._step, self._version, update.computed_order(groups))
         with self._recorder.timed("seconds_update"):
             result = await self._with_students(partial(update.finish, built.batch))
             self._num_trained = self._step + 1
@@ -229,8 +236,7 @@ class Trainer:
             await asyncio.wait({working, stopping})  # what was abandoned has let go of everything
 
     async def _evaluate_if_due(self) -> None:
-        version = self._ports.students.policy_version
-        await self._unless_stopped(self._evaluator.student_if_due(self._step, version))
+        await self._unless_stopped(self._evaluator.student_if_due(self._step, self._version))
 
     def _lag(self, group: ScoredGroup) -> int:
         """Publishes since the group's oldest span; in a replay, since the group was started."""
@@ -270,8 +276,8 @@ class Trainer:
         await students.load(folder, state.policy_version)
         for step in range(state.step, self._num_trained):
             update = self._open_update(step)
-            groups = add_all(update, self._journal.read(step) or [])
-            batch = (await self._build(groups)).batch
+            groups = add_all(update, self._journal.read(step, students.policy_version) or [])
+            batch = (await self._build(groups)).batch if groups else None
             if batch is None:
                 raise CheckpointError(f"the journal has no batch of step {step} to train on again")
             await update.finish(batch)
@@ -281,9 +287,7 @@ class Trainer:
 
     async def _publish(self) -> None:
         """Bring the current weights to every engine; counts only when confirmed."""
-        receipt = await self._with_students(
-            lambda: self._ports.weights.publish(self._ports.students.policy_version)
-        )
+        receipt = await self._with_students(lambda: self._ports.weights.publish(self._version))
         if self._buffer is not None:
             self._buffer.note_publish(receipt.policy_version)
         self._num_publishes += 1
@@ -316,17 +320,16 @@ class Trainer:
         lags: Sequence[int],
         seconds: float,
     ) -> None:
-        metrics = {
+        metrics: dict[str, float | int] = {}
+        if self._config.is_online:  # a stored episode has no age, and a horizon of its own
+            metrics |= self._ports.curriculum.summary()
+            metrics |= {"policy_lag_mean": sum(lags) / len(lags), "policy_lag_max": max(lags)}
+        metrics |= {
             **built,
             **result.metrics,
-            **self._ports.curriculum.summary(),
-            "tail_calls_mean": sum(g.assignment.tail_calls for g in groups) / len(groups),
-            "tail_calls_max": max(g.assignment.tail_calls for g in groups),
             "step": self._step,
             "policy_version": result.policy_version,
             "num_optimizer_steps": result.num_optimizer_steps,
-            "policy_lag_mean": sum(lags) / len(lags),
-            "policy_lag_max": max(lags),
             "num_groups_waiting": 0 if self._buffer is None else self._buffer.num_finished,
             "num_refilled_groups": sum(group.assignment.attempt for group in groups),
             "seconds_step": seconds,
@@ -336,10 +339,8 @@ class Trainer:
         self._recorder.event(Event.STEP_FINISHED, step=self._step, version=result.policy_version)
         self._recorder.check_mismatch(metrics, self._config.loss)
         self._recorder.chunk_halvings(self._step, result.chunk_halvings)
-        if built.get("calls_per_trajectory") == 0:
-            self._recorder.event(
-                Event.ALARM, what="no trajectory of this step made a call", step=self._step
-            )
+        for what in alarms(metrics):
+            self._recorder.event(Event.ALARM, what=what, step=self._step)
 
     async def _prepare(self) -> None:
         """A fresh run: baselines, warm-up, first publish, first commit."""
@@ -358,7 +359,7 @@ class Trainer:
         if self._warmup is not None:
             await self._publish()
             self._recorder.event(Event.WARMUP_FINISHED)
-            await self._evaluator.student("warm", self._ports.students.policy_version)
+            await self._evaluator.warm(self._version)
         await self._commit()
 
     async def _restore(self, folder: Path) -> None:
@@ -376,7 +377,8 @@ class Trainer:
 
     async def _replay(self) -> None:
         """Train again on batches that were journalled behind the last commit."""
-        while not self._is_done and (groups := self._journal.read(self._step)) is not None:
+        read = self._journal.read
+        while not self._is_done and (groups := read(self._step, self._version)) is not None:
             update, started = self._open_update(self._step), self._ports.clock.now()
             groups = add_all(update, groups)
             await self._train_on(groups, update, started=started, is_replay=True)
@@ -396,7 +398,7 @@ class Trainer:
             next_ticket=self._next_ticket,
             num_tickets=self._next_ticket + (loop.num_steps - self._step) * loop.num_groups,
             num_publishes=self._num_publishes,
-            publish_of_version={self._ports.students.policy_version: self._num_publishes},
+            publish_of_version={self._version: self._num_publishes},
             on_drop=self._dropped,
         )
 
@@ -409,7 +411,7 @@ class Trainer:
         folder = self._recorder.run.path / CHECKPOINTS
         state = RunState(
             step=self._step,
-            policy_version=self._ports.students.policy_version,
+            policy_version=self._version,
             num_publishes=self._num_publishes,
             next_ticket=self._next_ticket,
             curriculum=self._ports.curriculum.state(),
@@ -439,9 +441,8 @@ class Trainer:
         is_finished = self._step >= self._config.loop.num_steps
         if self._committed_step not in (None, self._step):
             await self._commit()
-        version = self._ports.students.policy_version
         if is_finished:
-            await self._unless_stopped(self._evaluator.after(version))
+            await self._unless_stopped(self._evaluator.after(self._version))
         event = Event.RUN_FINISHED if is_finished else Event.STOPPED
-        self._recorder.event(event, step=self._step, policy_version=version)
-        return RunSummary(self._step, version, is_finished)
+        self._recorder.event(event, step=self._step, policy_version=self._version)
+        return RunSummary(self._step, self._version, is_finished)

@@ -11,9 +11,13 @@ from typer.testing import CliRunner
 
 from actors import launch
 from actors.cli import app
+from actors.eval_jobs import EvaluationRequest
+from actors.inspection import run_view
+from actors.watch import look
 from miniverl_dist.config.load import LoadedConfig, load_config
 from miniverl_dist.errors import ChecksumError, ConfigError, ResumeError
 from miniverl_dist.observability.progress import SilentProgress
+from miniverl_dist.reporting.run_data import load_run_data
 
 pytestmark = [pytest.mark.bfcl, pytest.mark.tokenizers, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +58,57 @@ def test_oracle_and_null_need_no_teacher_and_bound_the_scale(tmp_path: Path) -> 
     folder = tmp_path / "job"
     assert evaluate(recipe(), folder, "oracle", "null") == ["oracle initial 1", "null initial 0"]
     assert not (folder / "teacher").exists()
+
+
+class Looking(SilentProgress):
+    """Looks at the folder while it is being written; ends the evaluation where it is told to."""
+
+    def __init__(self, folder: Path, end: type[BaseException] | None = None) -> None:
+        self._folder, self._end = folder, end
+        self.seen: list[tuple[str, str, bool]] = []
+
+    def message(self, text: str) -> None:
+        """A row is there."""
+        if "pass" not in text:
+            return
+        status = look(self._folder).status
+        self.seen.append((status, load_run_data(self._folder).status, look(self._folder).is_over))
+        if self._end is not None:
+            raise self._end
+
+
+def test_a_folder_of_an_evaluation_says_how_it_goes(tmp_path: Path) -> None:
+    folder, request = tmp_path / "job", EvaluationRequest(("oracle", "null"), "initial")
+    progress = Looking(folder)
+    launch.evaluate_request(recipe(), request, output=folder, progress=progress)
+    assert progress.seen == [("running", "running", False)] * 2
+    data = load_run_data(folder)
+    assert (data.status, data.notes, data.metrics) == ("finished", [], [])
+    assert data.num_played == sum(row.num_episodes for row in data.evaluation.rows)  # type: ignore[union-attr]
+    text = run_view(folder).text
+    assert f"evaluation, finished, {data.num_played} episodes played" in text
+    assert "missing" not in text
+    assert "Checkpoints" not in text
+    assert (look(folder).status, look(folder).num_played) == ("finished", data.num_played)
+
+
+@pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt, "stopped"), (OSError, "failed")])
+def test_an_evaluation_that_ends_early_says_so(
+    tmp_path: Path, end: type[BaseException], status: str
+) -> None:
+    folder, request = tmp_path / "job", EvaluationRequest(("null",), "initial")
+    with pytest.raises(end):
+        launch.evaluate_request(recipe(), request, output=folder, progress=Looking(folder, end))
+    assert load_run_data(folder).status == look(folder).status == status
+    launch.evaluate_request(recipe(), request, output=folder, progress=SilentProgress())
+    assert load_run_data(folder).status == look(folder).status == "finished"
+
+
+def test_an_evaluation_in_a_run_leaves_its_status_alone(run: Path) -> None:
+    before = (run / "manifest.json").read_bytes()
+    evaluate(recipe(), run, "null")
+    assert (run / "manifest.json").read_bytes() == before
+    assert not look(run).is_evaluation
 
 
 def test_rows_of_another_config_are_refused(run: Path) -> None:

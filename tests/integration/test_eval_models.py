@@ -62,7 +62,7 @@ def test_a_deployed_checkpoint_plays_as_the_run_plays_it(run_dir: Path, checkpoi
         ("student", NAME, 2),
         ("student", "initial", 0),
         ("student", f"{NAME}-deployed-hf", 2),
-        ("null", NAME, 0),
+        ("null", NAME, None),
     ]
     # The same ids, seeds and weights on another engine of the same kind: the same tokens.
     assert texts(run_dir, f"{NAME}-deployed-hf") == texts(run_dir, NAME)

@@ -26,7 +26,7 @@ from miniverl_dist.errors import ConfigError, DeadlineError
 from miniverl_dist.observability.progress import SilentProgress
 from miniverl_dist.reporting.run_data import parse_trajectory
 from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow
-from tests.support.chat_server import MODEL, ChatServer, Player, chat_server
+from tests.support.chat_server import MODEL, ChatServer, Json, Player, chat_server
 
 pytestmark = [pytest.mark.tokenizers, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +44,16 @@ def player(config: LoadedConfig, *, wrong_of: int = 3) -> Player:
     return Player.of(environment, ids, wrong_of=wrong_of)
 
 
+class Silent(Player):
+    """Makes no call."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def answer(self, body: Json) -> Json:
+        return {"role": "assistant", "content": "No."}
+
+
 def evaluate(
     config: LoadedConfig, output: Path, *policies: str, tail_calls: Any = None, **foreign: Any
 ) -> EvaluationReport:
@@ -54,7 +64,7 @@ def evaluate(
 
 
 def scores(row: EvaluationRow) -> dict[str, Any]:
-    return row.model_dump(exclude={"policy"})
+    return row.model_dump(exclude={"policy", "job", "settings"})
 
 
 def episodes(folder: Path) -> list[dict[str, Any]]:
@@ -158,6 +168,32 @@ class TestRequests:
         assert (row.num_faults, row.num_episodes, row.pass_rate) == (1, 2, 1.0)
         assert row.terminations["engine_error"] == 1
 
+    def test_a_server_that_fails_every_request_is_soon_left_alone(self, tmp_path: Path) -> None:
+        config = recipe("evaluation.max_concurrency=1", "evaluation.episodes_per_task=8")
+
+        async def locked(number: int) -> web.StreamResponse | None:
+            if number:
+                return web.json_response({"error": {"message": "key expired"}}, status=401)
+            return None
+
+        with (
+            chat_server(player(config), fault=locked) as server,
+            pytest.raises(ConfigError, match=r"none of its requests .* the last 8 .* key expired"),
+        ):
+            evaluate(config, tmp_path, f"openai:{server.url}")
+        assert len(server.requests) == 1 + 8
+        assert len(episodes(tmp_path)) == 7
+        with chat_server(player(config), port=server.port) as server:
+            mended = evaluate(config, tmp_path, f"openai:{server.url}")
+        assert (mended.rows[0].num_episodes, mended.rows[0].num_faults) == (24, 0)
+
+    def test_two_servers_of_one_model_are_two_policies(self, tmp_path: Path) -> None:
+        config = recipe("evaluation.episodes_per_task=1")
+        with chat_server(player(config, wrong_of=0)) as one, chat_server(Silent()) as other:
+            report = evaluate(config, tmp_path, f"openai:{one.url}", f"openai:{other.url}")
+        assert [row.pass_rate for row in report.rows] == [1.0, 0.0]
+        assert len({row.policy for row in report.rows}) == 2
+
 
 class TestOneClearError:
     """Nothing is played before it."""
@@ -251,7 +287,7 @@ class TestCutOff:
         asked = [json.dumps(body, sort_keys=True) for body in server.requests[1:]]
         stored = episodes(tmp_path / "whole")
         self._cut(tmp_path / "whole", num_before)
-        with chat_server(player(config)) as server:
+        with chat_server(player(config), port=server.port) as server:
             again = evaluate(config, tmp_path / "whole", policy.format(server.url))
         # How long an episode took is part of its record, so the file's length may differ.
         assert again == whole.model_copy(update={"num_episode_bytes": again.num_episode_bytes})
@@ -281,7 +317,7 @@ class TestCutOff:
                 evaluate(config, tmp_path / "out", f"openai:{server.url}")
             num_before = len(episodes(tmp_path / "out"))
             again = evaluate(config, tmp_path / "out", f"openai:{server.url}")
-        with chat_server(player(config)) as server:
+        with chat_server(player(config), port=server.port) as server:
             whole = evaluate(config, tmp_path / "whole", f"openai:{server.url}")
         assert num_before > 0
         assert again.rows == whole.rows
@@ -307,7 +343,7 @@ class TestCutOff:
 
         with chat_server(player(config)) as server:
             whole = evaluate(config, tmp_path / "whole", f"openai:{server.url}")
-        with chat_server(player(config), fault=slow) as server:
+        with chat_server(player(config), fault=slow, port=server.port) as server:
             self._kill_after_two(tmp_path / "out", server)
             played = [line["trajectory"] for line in episodes(tmp_path / "out")]
             again = evaluate(config, tmp_path / "out", f"openai:{server.url}")

@@ -100,7 +100,7 @@ ONE_PER_SECTION = (
 )
 
 
-LAB_SECTIONS = ("distill.top_k=9", "selection.ratio=0.6", "memory.limit_bytes=1000000000")
+LAB_SECTIONS = ("distill.top_k=9", "selection.ratio=0.6", "memory.strategy=resident")
 STORED = ("objective=offline_kd", "demonstrations={}")
 
 
@@ -163,7 +163,7 @@ class TestNoCodeInALoadPath:
         (tmp_path / "journal").mkdir()
         (tmp_path / "journal" / "step-000000.json").write_bytes(bomb)
         with pytest.raises(ChecksumError):
-            Journal(tmp_path / "journal").read(0)
+            Journal(tmp_path / "journal", "c" * 64).read(0, 0)
         (tmp_path / "step-000001").mkdir()
         (tmp_path / "step-000001" / "checkpoint.json").write_bytes(bomb)
         with pytest.raises(CheckpointError):

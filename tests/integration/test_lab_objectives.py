@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors import launch
+from actors.arms_results import measure
 from actors.inspection import run_view
 from actors.validation import validate_path
 from miniverl_dist.config.load import load_config
-from miniverl_dist.errors import ConfigError
+from miniverl_dist.errors import ChecksumError, ConfigError, TokenizerMismatchError
 from miniverl_dist.lab.teacher_cache import TeacherCache
 from miniverl_dist.observability.progress import SilentProgress
 
 pytestmark = [pytest.mark.tokenizers]
 RECIPE = Path(__file__).resolve().parents[1] / "fixtures" / "tiny_lab.yaml"
 STORED = ["loss.kl_coef=0", "student.warmup=null", "demonstrations={traces_per_task: 2}"]
-SFT = ["objective=sft", "teacher=null", "distill=null", "selection.kind=all_model_tokens", *STORED]
+ALL_TOKENS = ["selection.kind=all_model_tokens", "selection.ratio=0.25"]
+SFT = [
+    "objective=sft",
+    "teacher=null",
+    "distill=null",
+    "memory.strategy=auto",
+    *ALL_TOKENS,
+    *STORED,
+]
 KD = ["objective=offline_kd", "memory.strategy=auto", *STORED]
 SAME = ["teacher.tokenizer=qwen3.6", "teacher.rendering=verbatim"]
-EXACT = [*SAME, "distill.support=exact_full_vocab", "memory.strategy=auto"]
+EXACT = [*SAME, "distill.support=exact_full_vocab", "distill.top_k=32", "memory.strategy=auto"]
+
+
+POLICY_ONLY = {
+    *("policy_loss", "kl_loss", "ratio_max", "entropy_mean", "clip_low_fraction"),
+    *("clip_high_fraction", "dual_clip_fraction", "mismatch_mean_abs", "mismatch_max_ratio"),
+    *("mismatch_kl", "mismatch_capped_fraction", "reference_kl_mean", "reward_mean", "pass_rate"),
+    *("advantage_abs_mean", "group_advantage_abs_mean", "num_zero_variance_groups"),
+    *("policy_lag_mean", "policy_lag_max", "tail_calls_mean", "tail_calls_max"),
+    "finished_tasks_fraction",
+}
 
 
 def train(folder: Path, *overrides: str) -> Path:
@@ -32,7 +52,7 @@ def train(folder: Path, *overrides: str) -> Path:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -52,13 +72,20 @@ def test_sft_learns_stored_episodes_without_a_teacher(tmp_path: Path) -> None:
     told = metrics(run)
     assert told[-1]["divergence_mean"] < told[0]["divergence_mean"]
     assert told[0]["num_target_rows"] == told[0]["num_loss_tokens"]
-    assert told[0]["policy_loss"] == 0
-    assert "reward_mean" not in told[0]
+    for line in told:
+        assert not POLICY_ONLY & line.keys()  # nobody sampled: no such thing was measured
+        assert line["loss"] == pytest.approx(line["divergence_mean"])
+    summary = (run / "summary.md").read_text()
+    assert "| loss |" in summary
+    assert "| divergence_mean |" in summary
+    assert "entropy" not in summary
     stored = lines(run / "trajectories.jsonl")
     assert all(not any(one["trajectory"]["loss_mask"]) for one in stored)
     assert json.loads((run / "manifest.json").read_text())["policy_label"].startswith("supervised")
     assert "3 steps" in validate_path(run)
     assert "sft" in run_view(run).text
+    used = measure(run)
+    assert (used.sampled_tokens, used.teacher_asked_rows, used.optimizer_steps) == (0, 0, 3)
 
 
 def test_sft_goes_on_from_what_another_run_has_stored(tmp_path: Path) -> None:
@@ -70,16 +97,43 @@ def test_sft_goes_on_from_what_another_run_has_stored(tmp_path: Path) -> None:
         "demonstrations.only_passed=false",
     ]
     metrics(train(tmp_path / "b", *again))
-    kept = [line for line in path.read_text().splitlines() if "easy_002" not in line]
-    path.write_text("\n".join(kept))
-    with pytest.raises(ConfigError, match="no episode of 1 of 3 training tasks"):
+    ids = [f"calculator_easy_{number:03d}" for number in range(9)]
+    more = ["environment.num_tasks=9", f"tasks.train={json.dumps(ids)}"]
+    found = rf"no episode of 6 of 9 training tasks: {', '.join(ids[3:8])}, …; leave them out"
+    with pytest.raises(ConfigError, match=found):
+        train(tmp_path / "c", *again, *more)
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if b"_002" not in line]
+    path.write_bytes(b"".join(kept))
+    found = "no episode of 1 of 3 training tasks: calculator_easy_002; leave them out"
+    with pytest.raises(ConfigError, match=found):
         train(tmp_path / "c", *again)
+    assert not (tmp_path / "c").exists()  # found before anything is made, fitted or written
+
+
+def test_stored_episodes_outlive_another_declared_vocabulary(tmp_path: Path) -> None:
+    """A toy's vocabulary hangs on its tasks and warm-up; what counts is that it has the ids."""
+    first = train(tmp_path / "a", *SFT)
+    again = [*SFT[:-3], SFT[-1], "demonstrations.only_passed=false", "student.warmup.num_steps=1"]
+    stored = first / "trajectories.jsonl"
+    second = train(tmp_path / "b", *again, f"demonstrations.trajectories={stored}")
+    ours, theirs = lines(second / "trajectories.jsonl"), lines(stored)
+    fingerprints = [one[0]["trajectory"]["tokenizer_fingerprint"] for one in (ours, theirs)]
+    assert fingerprints[0] != fingerprints[1]
+    assert {tuple(one["trajectory"]["token_ids"]) for one in ours} == {
+        tuple(one["trajectory"]["token_ids"]) for one in theirs
+    }
+    alone = tmp_path / "alone.jsonl"
+    alone.write_bytes(stored.read_bytes())
+    with pytest.raises(TokenizerMismatchError, match=r"leave the run's student-vocabulary\.json"):
+        train(tmp_path / "c", *again, f"demonstrations.trajectories={alone}")
+    assert not (tmp_path / "c").exists()
 
 
 def test_offline_kd_asks_the_teacher_once_about_each_episode(tmp_path: Path) -> None:
     run = train(tmp_path, *KD)
     told = metrics(run)
     assert memory_choice(run) == "swap"
+    assert not POLICY_ONLY & told[0].keys()
     assert told[0]["teacher_entropy_mean"] > 0
     cache = TeacherCache.read(run / "teacher-cache")
     assert cache.validate() == []
@@ -98,7 +152,30 @@ def test_opd_with_a_teacher_that_comes_and_goes(tmp_path: Path) -> None:
         by_kind = line["loss_by_span_type"]
         assert by_kind
         assert min(by_kind.values()) <= line["divergence_mean"] <= max(by_kind.values())
+    used, num_rows = measure(run), sum(line["num_target_rows"] for line in told)
+    assert (used.teacher_scored_tokens, used.teacher_asked_rows) == (0, num_rows)
     assert TeacherCache.read(run / "teacher-cache").validate() == []
+
+
+def test_a_damaged_teacher_is_made_again_as_its_error_says(tmp_path: Path) -> None:
+    run = train(
+        tmp_path,
+        "evaluation={every_n_steps: null, after: false, before: false, warm: false, baselines: []}",
+    )
+    weights = run / "teacher" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    found = r"teacher/model\.safetensors: .* remove teacher/ and teacher\.json to have `resume`"
+    with pytest.raises(ChecksumError, match=found):
+        validate_path(run)
+    with pytest.raises(ChecksumError, match=found):
+        launch.resume(run, progress=SilentProgress())
+    shutil.rmtree(run / "teacher")
+    (run / "teacher.json").unlink()
+    launch.resume(run, progress=SilentProgress())
+    assert weights.read_bytes() == whole
+    assert "3 steps" in validate_path(run)
+    assert not (run / "eval.json").exists()
 
 
 def test_exact_divergence_of_a_privileged_teacher(tmp_path: Path) -> None:
@@ -109,6 +186,16 @@ def test_exact_divergence_of_a_privileged_teacher(tmp_path: Path) -> None:
     assert all(line["num_target_rows"] > 0 for line in told)
     # The oracle's words reach neither the student nor what is recorded of it.
     assert "Reference solution" not in (run / "trajectories.jsonl").read_text()
+
+
+def test_a_step_without_a_row_is_told(tmp_path: Path) -> None:
+    """The ratio is so small that no token is kept."""
+    run = train(tmp_path, "selection.kind=uniform_ratio", "selection.ratio=0.00001")
+    told = metrics(run)
+    assert [line["num_target_rows"] for line in told] == [0, 0, 0]
+    assert all(line["loss"] == 0 and "divergence_mean" not in line for line in told)
+    alarms = [e for e in lines(run / "events.jsonl") if e["event"] == "alarm"]
+    assert [e["step"] for e in alarms if "compared with its target" in e["what"]] == [1, 2, 3]
 
 
 def test_rewards_and_distributions_make_one_loss(tmp_path: Path) -> None:
@@ -129,4 +216,7 @@ def test_resident_and_swapped_teachers_train_the_same_student(tmp_path: Path) ->
     resident = metrics(train(tmp_path / "a", "memory.strategy=resident"))
     swapped = metrics(train(tmp_path / "b", "memory.strategy=swap"))
     for one, other in zip(resident, swapped, strict=True):
+        assert one["teacher_tail_mass_mean"] == pytest.approx(
+            other["teacher_tail_mass_mean"], rel=1e-4
+        )
         assert one["divergence_mean"] == pytest.approx(other["divergence_mean"], rel=1e-4)

@@ -100,7 +100,7 @@ class ChatServer:
         """Bodies of chat completions that were asked, faults included."""
         self.headers: list[Mapping[str, str]] = []
         self.num_at_once = self.most_at_once = 0
-        self.url = ""
+        self.url, self.port = "", 0
         self._player, self._fault, self._models = player, fault, models
 
     async def list_models(self, request: web.Request) -> web.Response:
@@ -144,8 +144,9 @@ def chat_server(
     *,
     fault: Fault | None = None,
     models: Sequence[str] = (MODEL,),
+    port: int = 0,
 ) -> Iterator[ChatServer]:
-    """Serve until the block ends."""
+    """Serve until the block ends; on a ``port`` that a former server had, it is the same server."""
     server = ChatServer(player or Player({}), fault, models)
     app = web.Application()
     app.router.add_get("/v1/models", server.list_models)
@@ -156,10 +157,10 @@ def chat_server(
     async def serve() -> None:
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
         await site.start()
-        host, port = runner.addresses[0][:2]
-        server.url = f"http://{host}:{port}/v1"
+        host, bound = runner.addresses[0][:2]
+        server.url, server.port = f"http://{host}:{bound}/v1", bound
         ready.set()
         await ended.wait()
         await runner.cleanup()

@@ -93,14 +93,15 @@ def trajectory(name: str, *, passed: bool = True, text: str = "cd(folder='a')") 
 
 
 def row(policy: str, tag: str, rate: float, **changes: object) -> EvaluationRow:
-    """An evaluation row with plausible columns."""
+    """An evaluation row with plausible columns; with ``tasks``, as many episodes as they have."""
+    tasks: Any = changes.get("tasks", ())
     values: dict[str, Any] = {
         "policy": policy,
         "tag": tag,
         "policy_version": 0,
         "tail_calls": 1,
         "num_tasks": 10,
-        "num_episodes": 40,
+        "num_episodes": sum(o.num_episodes for o in tasks) if tasks else 40,
         "num_faults": 0,
         "pass_rate": rate,
         "pass_low": max(0.0, rate - 0.1),

@@ -217,7 +217,7 @@ class TestCommands:
         with (run / "events.jsonl").open("a") as file:
             file.write('{"time_s": 1, "event": "alarm", "step": 2}\n')
         _, out, _ = call("inspect", run, "--step", "2")
-        assert "pass_rate                   0.4" in out
+        assert "pass_rate             0.4  fraction\n" in out
         data = json.loads(call("inspect", run, "--step", "2", "--json")[1])
         assert data["metrics"]["pass_rate"] == 0.4
         assert [event["event"] for event in data["events"]] == ["alarm"]

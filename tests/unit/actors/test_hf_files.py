@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,39 @@ def narrow(root: Path) -> None:
     edit_config(root, vocab_size=100)
 
 
+def cut_off(root: Path) -> None:
+    weights = root / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def no_json(root: Path) -> None:
+    (root / "base" / "config.json").write_text("{")
+
+
+def no_object(root: Path) -> None:
+    (root / "base" / "config.json").write_text("[]")
+
+
+def unsized(root: Path) -> None:
+    edit_config(root, vocab_size=None)
+
+
+def unknown(root: Path) -> None:
+    edit_config(root, model_type="qwen99")
+
+
+def deeper(root: Path) -> None:
+    edit_config(root, num_hidden_layers=3)
+
+
+def longer(root: Path) -> None:
+    edit_config(root, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+
+
+def wider(root: Path) -> None:
+    edit_config(root, intermediate_size=48)
+
+
 def edit_config(root: Path, **changes: Any) -> None:
     path = root / "base" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -83,6 +117,15 @@ def edit_config(root: Path, **changes: Any) -> None:
         (garbage, "model.safetensors is no safetensors file"),
         (quantised, "holds weights that are quantised already"),
         (short, "episodes of 150 tokens exceed the 100 positions of base/"),
+        (cut_off, r"base: model.safetensors is damaged: it has [\d,]+ bytes, its header describes"),
+        (no_json, r"base: config.json: not valid JSON: Expecting property name"),
+        (no_object, "base: config.json holds no JSON object"),
+        (unsized, "describes no text model: vocab_size is None, expected a number of tokens"),
+        (lambda root: edit_config(root, max_position_embeddings="many"), "gives 'many' positions"),
+        (unknown, "has model type `qwen99` but Transformers does not recognize this architecture$"),
+        (deeper, r"`num_hidden_layers` \(3\) must be equal to the number of `layer_types` \(2\)$"),
+        (longer, r"describes a tensor 'model\.layers\.2\..*', which the weights lack"),
+        (wider, r"'model\.layers\.0\..*proj\.weight' is stored as .*40.*, config.json describes"),
         (narrow, r"base/ has 100 vocabulary rows, tokenizer tokenizer has 26\d ids"),
     ],
 )
@@ -90,8 +133,26 @@ def test_a_folder_that_does_not_fit_is_refused(
     spoil: Callable[[Path], None], message: str, root: Path
 ) -> None:
     spoil(root)
-    with pytest.raises(ConfigError, match=message):
-        require_student_files(recipe(root, root / "tokenizer"))
+    for look in (require_student_files, make_plan):
+        with pytest.raises(ConfigError, match=message) as caught:
+            look(recipe(root, root / "tokenizer"))
+        assert "\n" not in str(caught.value)
+        assert "Error(" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("query_key_value", "has no linear layer 'query_key_value'; it has down_proj, gate_proj"),
+        ("lm_head", "names the output projection"),
+        ("embed_tokens", "has no linear layer 'embed_tokens'"),
+    ],
+)
+def test_adapters_that_fit_no_layer_are_refused(target: str, message: str, root: Path) -> None:
+    lora = LORA | {"target_modules": ["q_proj", target]}
+    for look in (require_student_files, make_plan):
+        with pytest.raises(ConfigError, match=message):
+            look(recipe(root, root / "tokenizer", lora=lora))
 
 
 def test_gpt2_says_its_positions_otherwise() -> None:
@@ -165,6 +226,13 @@ def test_the_plan_counts_what_is_there(root: Path) -> None:
     )
     # 2 weight, 4 gradient, 8 moments, 4 master, 2 reference.
     assert hf_student_bytes(with_reference, whole) == 20 * files.num_parameters
+
+
+def test_a_plan_names_what_it_could_not_check(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    notes = make_plan(recipe(root, root / "tokenizer")).notes
+    assert notes[0].startswith("not checked: ")
+    assert "transformers" in notes[0]
 
 
 def test_roles_of_the_recipes(root: Path) -> None:

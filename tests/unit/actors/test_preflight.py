@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from actors import launch
+from actors.plan import make_plan
 from actors.preflight import require_engine, require_local_packages, require_teacher_files
 from miniverl_dist.config.load import load_config
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import SGLangEngineConfig
-from miniverl_dist.errors import ConfigError, MissingDependencyError
+from miniverl_dist.errors import ConfigError, MissingDependencyError, TaskNotFoundError
 from miniverl_dist.observability.progress import SilentProgress
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,6 +55,16 @@ def http_run(*overrides: str) -> RunConfig:
     return load_config(ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml", [*http, *overrides]).config
 
 
+def test_a_task_that_is_not_there_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    fixture = ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml"
+    loaded = load_config(fixture, ["tasks.train=[multi_turn_base_11, nowhere]"])
+    with pytest.raises(TaskNotFoundError, match="there is no task 'nowhere'"):
+        launch.train(loaded, run_dir=tmp_path / "run", progress=SilentProgress())
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(TaskNotFoundError, match="there is no task 'nowhere'"):
+        make_plan(loaded.config)
+
+
 class TestTeacherFiles:
     def test_headers_are_read_before_anything_is_written(self, tmp_path: Path) -> None:
         file = tmp_path / "headers"
@@ -89,7 +100,8 @@ class TestTeacherFiles:
         with pytest.raises(ConfigError, match=r"teacher\.model\.path: .*no config\.json"):
             require_teacher_files(config)
         (tmp_path / "config.json").write_text("{}")
-        require_teacher_files(config)
+        with pytest.raises(ConfigError, match=r"teacher\.model\.path: .* holds no weights"):
+            require_teacher_files(config)
 
     def test_what_lies_on_another_machine_is_not_looked_for(self, tmp_path: Path) -> None:
         gone = f"teacher.headers_file={tmp_path / 'none'}"

@@ -133,7 +133,9 @@ class TestLook:
     def test_values_of_the_wrong_kind_break_nothing(self, run: Path) -> None:
         say(run, status=["x"], objective={"a": 1})
         (run / "metrics.jsonl").write_text(
-            '{"step": 5, "pass_rate": "high", "loss": null, "grad_norm": true}\n{"step": "six"}\n'
+            '{"step": 5, "pass_rate": "high", "loss": null, "grad_norm": true, "reward_mean": 1'
+            + 400 * "0"
+            + '}\n{"step": "six"}\n'
         )
         (run / "events.jsonl").write_text('{"event": 3, "time_s": "noon"}\n{}\n')
         (run / "eval.json").write_text('{"rows": [3, {"policy": "student"}]}')
@@ -215,6 +217,52 @@ class TestFrame:
         assert max(map(len, text.splitlines())) <= 60
         assert "run_finished" in text
         assert "…" in text.split("teacher_refused")[1].splitlines()[0]  # one line per event
+
+    @pytest.mark.parametrize("width", [12, 24, 40, 60, 66, 80, 100])
+    def test_no_number_is_ever_cut(self, run: Path, width: int) -> None:
+        """Columns are left out whole; what stays of a cell is all of it."""
+        with RunDirectory.open(run, writable=True) as writer:
+            record = {"step": 4, "pass_rate": 0.123456, "response_tokens_mean": 1234.5678}
+            writer.append("metrics.jsonl", record)
+        wide = text_of(look(run), width=200).split("Events")[0].split()
+        numbers = {word for word in wide if word[0].isdigit()}
+        lines = text_of(look(run), width=width).split("Metrics")[1].split("Events")[0].splitlines()
+        assert max(map(len, lines)) <= width
+        found = {word for line in lines for word in line.split() if word[0].isdigit()}
+        assert found <= numbers
+        assert "0.1235" in found
+
+    def test_the_last_value_is_that_of_the_last_step(self, run: Path) -> None:
+        """An old healthy number in its place would say that all is well."""
+        with RunDirectory.open(run, writable=True) as writer:
+            lines = MetricsWriter(writer)
+            for step in (4, 5):
+                lines.write({"step": step, "reward_mean": float("nan"), "reverse_kl_mean": 0.5})
+        shown = {line.split("  ")[0]: line for line in text_of(look(run)).splitlines()}
+        assert shown["reward_mean (reward)"].split()[2:9] == [
+            *("not", "a", "number", "2", "steps", "0.3", "0.3")
+        ]
+        assert shown["reverse_kl_mean (nats)"].split()[2] == "0.5"
+        assert shown["pass_rate (fraction)"].split()[2] == "-"  # not measured in that step
+
+    def test_what_the_run_never_measured_is_not_shown(self, run: Path) -> None:
+        assert "entropy" not in text_of(look(run))
+        assert "not a number" not in text_of(look(run))
+
+    def test_an_evaluation_counts_its_episodes(self, run: Path) -> None:
+        (run / "metrics.jsonl").unlink()
+        say(run, status="evaluation", evaluation_status="running")
+        view = look(run)
+        assert (view.status, view.num_played, view.is_over) == ("running", 1, False)
+        head = text_of(view).splitlines()[:2]
+        assert head[0].startswith("sample  running  evaluation, nothing is trained here")
+        assert head[1].startswith("1 episodes played  last write")
+        written = max((run / name).stat().st_mtime for name in ("manifest.json", "events.jsonl"))
+        assert look(run, now=lambda: written + 300).status == "silent"
+        for told in ("finished", "stopped", "failed"):
+            say(run, evaluation_status=told)
+            view = look(run)
+            assert (view.status, view.is_over) == (told, True)
 
     def test_without_data_there_are_no_empty_tables(self) -> None:
         text = text_of(RunView("new", status="created"))

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from miniverl_dist.errors import ConfigError, EngineError
 from miniverl_dist.generate_api.chat import (
@@ -18,6 +19,7 @@ from miniverl_dist.generate_api.chat import (
     ChatMessage,
     ChatReply,
     ChatToolCall,
+    ContentPart,
     FunctionCall,
 )
 from miniverl_dist.generate_api.client import GenerateClient
@@ -25,23 +27,21 @@ from miniverl_dist.generate_api.wire import SamplingParams
 from miniverl_dist.schemas.messages import (
     Message,
     ParsedMessage,
-    ParseStatus,
     ToolCall,
     ToolSchema,
 )
 from rollout_server.episode import EpisodePlayer
 from rollout_server.policies import EnginePolicy, Moment
-from rollout_server.remote_calls import (
-    as_wire_text,
-    read_message,
-    text_history,
-    tools_history,
-    without_thinking,
+from rollout_server.remote_policies import (
+    ChatPolicy,
+    ChatSettings,
+    endpoint_digest,
+    served_engine,
+    served_model,
 )
-from rollout_server.remote_policies import ChatPolicy, ChatSettings, served_engine
 from rollout_server.tool_calls import parse_qwen_xml, write_qwen_xml
 from tests.fake_stage import CHAT, ScriptedEnvironment, assignment, stage
-from tests.fakes import FakeClock
+from tests.fakes import ByteTokenizer, FakeClock, PlainChat
 
 SCHEMAS = {
     "cd": ToolSchema(
@@ -51,6 +51,7 @@ SCHEMAS = {
     )
 }
 GO = ToolCall(name="cd", arguments={"folder": "a"})
+CALLED = ChatMessage(tool_calls=(ChatToolCall(FunctionCall("cd", '{"folder": "a"}')),))
 END = CHAT.turn_end_id
 
 
@@ -59,122 +60,12 @@ def said(name: str | None, arguments: Any, content: str | None = None) -> ChatMe
     return ChatMessage(content=content, tool_calls=(call,))
 
 
-def assistant(*calls: ToolCall, text: str = "") -> Message:
-    return Message(role="assistant", content=text + write_qwen_xml(calls), tool_calls=calls)
-
-
-def result(content: str) -> Message:
-    return Message(role="tool", content=content)
-
-
-class TestReading:
-    @pytest.mark.parametrize(
-        ("arguments", "expected"),
-        [
-            ('{"folder": "a"}', {"folder": "a"}),
-            ({"folder": "a"}, {"folder": "a"}),
-            ('{"folder": 5}', {"folder": 5}),
-            ("", {}),
-            (None, {}),
-        ],
-    )
-    def test_arguments_keep_their_types(self, arguments: Any, expected: dict[str, Any]) -> None:
-        [call] = read_message(said("cd", arguments), is_cut=False).calls
-        assert (call.status, call.call) == (
-            ParseStatus.OK,
-            ToolCall(name="cd", arguments=expected),
-        )
-
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            '{"folder": ',
-            "[1]",
-            "null",
-            '{"a": NaN}',
-            '{"a": ' + "[" * 70 + "]" * 70 + "}",
-            "[" * 9999,
-        ],
-    )
-    def test_what_is_no_object_is_an_observation_and_no_crash(self, arguments: str) -> None:
-        [call] = read_message(said("cd", arguments), is_cut=False).calls
-        assert (call.status, call.call) == (ParseStatus.MALFORMED, None)
-        assert call.error
-
-    def test_a_call_without_a_name_and_one_that_was_cut(self) -> None:
-        [unnamed] = read_message(said(None, "{}"), is_cut=False).calls
-        [cut] = read_message(said("cd", '{"folder": "'), is_cut=True).calls
-        assert (unnamed.status, cut.status) == (ParseStatus.MISSING_NAME, ParseStatus.TRUNCATED)
-
-    @settings(deadline=None, max_examples=150)
-    @given(
-        st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-            max_leaves=8,
-        )
-        | st.text()
-    )
-    def test_it_never_raises_and_what_is_read_can_be_written(self, value: Any) -> None:
-        text = value if isinstance(value, str) else json.dumps(value)
-        parsed = read_message(said("f", text, content="so"), is_cut=False)
-        assert parsed.text == "so"
-        as_wire_text(parsed, write_qwen_xml).encode()
-
-    @pytest.mark.parametrize(
-        ("text", "left"),
-        [
-            ("<think>a</think>\n\nb", "b"),
-            ("<think>a", ""),
-            ("a</think>b", "b"),
-            ("plain <think>", "plain <think>"),
-            ("plain", "plain"),
-        ],
-    )
-    def test_reasoning_is_dropped(self, text: str, left: str) -> None:
-        assert without_thinking(text) == left
-
-
-class TestHistory:
-    EPISODE = (
-        Message(role="user", content="Go."),
-        assistant(GO, GO, text="First. "),
-        result("ok"),
-        result("again"),
-    )
-
-    def test_structured_calls_and_results_share_ids(self) -> None:
-        user, made, first, second = tools_history(self.EPISODE, parse_qwen_xml)
-        assert user == {"role": "user", "content": "Go."}
-        assert made["content"] == "First."
-        calls = made["tool_calls"]
-        assert [json.loads(c["function"]["arguments"]) for c in calls] == [GO.arguments] * 2
-        assert [first["tool_call_id"], second["tool_call_id"]] == [c["id"] for c in calls]
-        assert len({c["id"] for c in calls}) == 2
-        assert [first["content"], second["content"]] == ["ok", "again"]
-
-    def test_a_call_that_could_not_be_read_goes_back_as_text(self) -> None:
-        broken = Message(role="assistant", content="<tool_call>\ncd({\n</tool_call>")
-        history = tools_history((*self.EPISODE[:1], broken, result("bad")), parse_qwen_xml)
-        assert [m["role"] for m in history] == ["user", "assistant", "user"]
-        assert "tool_calls" not in history[1]
-        assert history[2]["content"] == "<tool_response>\nbad\n</tool_response>"
-
-    def test_the_text_form_tells_the_tools_and_repeats_the_wire_text(self) -> None:
-        system, user, made, results = text_history(self.EPISODE, SCHEMAS)
-        assert '"name": "cd"' in system["content"]
-        assert "<tool_call>" in system["content"]
-        assert made["content"] == self.EPISODE[1].content
-        assert results["content"].count("<tool_response>") == 2
-        assert user["content"] == "Go."
-
-
 class Client(ChatClient):
     """Answers with one reply."""
 
-    def __init__(self, message: ChatMessage, finish: str | None = "stop") -> None:
+    def __init__(self, message: ChatMessage | None, finish: str | None = "stop") -> None:
         super().__init__("http://127.0.0.1:9/v1")
-        self.reply = ChatReply((ChatChoice(message, finish),))
+        self.reply = ChatReply((ChatChoice(message or ChatMessage(), finish),))
         self.bodies: list[Any] = []
 
     async def complete(self, body: Any) -> ChatReply:
@@ -187,7 +78,9 @@ def policy(client: Client, form: Any = "tools", thinking: bool | None = None) ->
     return ChatPolicy(client, settings, CHAT, parse_qwen_xml, write_qwen_xml)
 
 
-MOMENT = Moment(seed=2**40 + 5, room=50, turns_since_user=0, messages=(TestHistory.EPISODE[0],))
+MOMENT = Moment(
+    seed=2**40 + 5, room=50, turns_since_user=0, messages=(Message(role="user", content="Go."),)
+)
 
 
 class TestTurn:
@@ -210,6 +103,18 @@ class TestTurn:
         )
         assert (turn.parsed, CHAT.tokenizer.decode(turn.token_ids[:-1])) == (None, "hello")
 
+    @pytest.mark.parametrize(
+        "message",
+        [ChatMessage(refusal="hello"), ChatMessage((ContentPart("text", "hello"),))],
+    )
+    @pytest.mark.parametrize("form", ["tools", "text"])
+    async def test_text_is_recorded_whatever_field_it_stands_in(
+        self, message: ChatMessage, form: str
+    ) -> None:
+        session = ScriptedEnvironment().start("a", prefix_calls=0)
+        turn = await policy(Client(message), form).act([1], session, MOMENT)
+        assert CHAT.tokenizer.decode(turn.token_ids[:-1]) == "hello"
+
     @pytest.mark.parametrize("form", ["tools", "text"])
     async def test_a_turn_that_its_limit_cut_has_no_turn_end(self, form: str) -> None:
         client = Client(ChatMessage(content="hel"), "length")
@@ -218,11 +123,68 @@ class TestTurn:
         )
         assert (turn.finish, END in turn.token_ids) == ("length", False)
 
-    async def test_an_end_that_nobody_knows_is_an_engine_error(self) -> None:
-        with pytest.raises(EngineError, match="ended a turn as 'abort'"):
-            await policy(Client(ChatMessage(content=""), "abort")).act(
+    @pytest.mark.parametrize(
+        ("message", "finish", "form", "reason"),
+        [
+            (None, "abort", "tools", "as 'abort', expected one of stop"),
+            (None, "x\x1b|" * 99, "tools", r"as '(x\?\?){13}x', expected"),
+            (None, "content_filter", "tools", "a filter has withheld"),
+            (None, "tool_calls", "tools", "sent no call: .*--calls text"),
+            (ChatMessage(content="so", tool_calls=()), "tool_calls", "tools", "sent no call"),
+            (None, "function_call", "text", "sent no call"),
+            (CALLED, "stop", "text", "calls taken out of the text.*--calls tools"),
+            (CALLED, "tool_calls", "text", "calls taken out of the text"),
+        ],
+    )
+    async def test_what_does_not_tell_what_the_model_did_is_an_engine_error(
+        self, message: ChatMessage | None, finish: str, form: str, reason: str
+    ) -> None:
+        with pytest.raises(EngineError, match=reason) as found:
+            await policy(Client(message, finish), form).act(
                 [1], ScriptedEnvironment().start("a", prefix_calls=0), MOMENT
             )
+        assert str(found.value).isprintable()
+
+    @pytest.mark.parametrize("finish", ["stop", "tool_calls", "function_call", None, ""])
+    @pytest.mark.parametrize(
+        "message", [CALLED, ChatMessage(function_call=FunctionCall("cd", {"folder": "a"}))]
+    )
+    async def test_a_call_is_one_whatever_the_finish_says(
+        self, message: ChatMessage, finish: str | None
+    ) -> None:
+        turn = await policy(Client(message, finish)).act(
+            [1], ScriptedEnvironment().start("a", prefix_calls=0), MOMENT
+        )
+        assert turn.finish == "turn_end"
+        assert turn.parsed is not None
+        assert [call.call for call in turn.parsed.calls] == [GO]
+
+    async def test_a_model_that_declines_has_answered(self) -> None:
+        turn = await policy(Client(ChatMessage(refusal="I will not."))).act(
+            [1], ScriptedEnvironment().start("a", prefix_calls=0), MOMENT
+        )
+        assert (turn.finish, turn.parsed) == ("turn_end", ParsedMessage(text="I will not."))
+
+    async def test_a_long_turn_is_tokenised_while_the_loop_goes_on(self) -> None:
+        freed = threading.Event()
+
+        class Waiting(ByteTokenizer):
+            def encode_bytes(self, data: bytes) -> list[int]:
+                assert freed.wait(10)  # only a loop that goes on gets here
+                return super().encode_bytes(data)
+
+        asked = ChatPolicy(
+            Client(ChatMessage(content="so")),
+            ChatSettings("m", "tools", 0.7, 99),
+            PlainChat(Waiting()),
+            parse_qwen_xml,
+            write_qwen_xml,
+        )
+        session = ScriptedEnvironment().start("a", prefix_calls=0)
+        acting = asyncio.create_task(asked.act([1], session, MOMENT))
+        await asyncio.sleep(0.01)
+        freed.set()
+        assert (await acting).finish == "turn_end"
 
     def test_the_same_moment_gives_the_same_request(self) -> None:
         first, second = (policy(Client(ChatMessage())).request(SCHEMAS, MOMENT) for _ in range(2))
@@ -236,25 +198,52 @@ class TestTurn:
         assert body["chat_template_kwargs"] == {"enable_thinking": thinking}
 
 
-def test_what_the_wire_format_cannot_express_is_written_as_json() -> None:
-    odd = ToolCall(name="cd", arguments={"folder": "</parameter>\n<parameter=x>"})
-    parsed = read_message(said("cd", json.dumps(odd.arguments)), is_cut=False)
-    assert parsed.calls[0].call == odd
-    assert '"folder"' in as_wire_text(parsed, write_qwen_xml)
-    assert as_wire_text(ParsedMessage(text="so"), write_qwen_xml) == "so"
+class TestIdentity:
+    def test_it_tells_servers_and_settings_apart_and_hides_the_address(self) -> None:
+        plain = ChatSettings("m", "tools", 0.7, 99)
+        variants = [
+            plain,
+            replace(plain, model="n"),
+            replace(plain, form="text"),
+            replace(plain, temperature=0.8),
+            replace(plain, max_new_tokens=98),
+            replace(plain, thinking=True),
+            replace(plain, thinking=False),
+        ]
+        found = [self._identity("http://host:9/v1", settings) for settings in variants]
+        found.append(self._identity("http://host:8/v1", plain))
+        assert len({json.dumps(dict(one), sort_keys=True) for one in found}) == len(found)
+        assert all(isinstance(value, str) for one in found for value in one.values())
+        assert "host" not in json.dumps([dict(one) for one in found])
+
+    def test_one_server_is_one_however_its_url_is_written(self) -> None:
+        plain = ChatSettings("m", "tools", 0.7, 99)
+        assert self._identity("HTTP://Host:80/v1/", plain) == self._identity(
+            "http://host/v1", plain
+        )
+        assert endpoint_digest(["http://a", "http://b"]) == endpoint_digest(
+            ["http://b", "http://a"]
+        )
+        assert endpoint_digest("http://a") == endpoint_digest(["http://a"])
+
+    @staticmethod
+    def _identity(url: str, settings: ChatSettings) -> Mapping[str, str]:
+        client = ChatClient(url)
+        asked = ChatPolicy(client, settings, CHAT, parse_qwen_xml, write_qwen_xml)
+        return asked.identity
 
 
 class SGLangStub:
     """What a server that somebody else runs answers to one prompt."""
 
-    def __init__(self, tokens: tuple[int, ...] = (72, 105)) -> None:
-        self.tokens = tokens
+    def __init__(
+        self, tokens: tuple[int, ...] = (72, 105), model_path: str = "/data/models/Some-1B"
+    ) -> None:
+        self.tokens, self.model_path = tokens, model_path
         self.requests: list[Any] = []
 
     async def info(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"model_path": "/data/models/Some-1B", "weight_version": "default"}
-        )
+        return web.json_response({"model_path": self.model_path, "weight_version": "default"})
 
     async def generate(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
@@ -287,6 +276,8 @@ class TestServedEngine:
             session = ScriptedEnvironment().start("a", prefix_calls=0)
             turn = await asked.act([1, 2], session, MOMENT)
         assert engine.name == "sglang:Some-1B"
+        assert engine.identity["model"] == "sglang:Some-1B"
+        assert engine.identity["endpoint"] == endpoint_digest(client.base_url)
         assert (turn.token_ids, turn.weight_versions) == ((72, 105, END), (0,))
         assert turn.logprobs == (-0.5, -0.5, -0.5)
         sent = stub.requests[-1]
@@ -296,6 +287,43 @@ class TestServedEngine:
         async with SGLangStub((99_999,)).served() as client:
             with pytest.raises(ConfigError, match=r"token 99999, .* has \d+ ids: .*openai:URL/v1"):
                 await served_engine(client, CHAT.tokenizer.vocab_size)
+
+    @pytest.mark.parametrize("path", ["/models/a|b", "/models/a\x1b[31m", "/", "x/<b>/"])
+    async def test_a_name_that_tables_cannot_show_is_refused(self, path: str) -> None:
+        async with SGLangStub(model_path=path).served() as client:
+            with pytest.raises(ConfigError, match=r"policy sglang: .* calls its model") as found:
+                await served_engine(client, CHAT.tokenizer.vocab_size)
+        assert str(found.value).isprintable()
+
+
+class Listing(ChatClient):
+    """Serves these models."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__("http://127.0.0.1:9/v1")
+        self.names = names
+
+    async def models(self) -> tuple[str, ...]:
+        return self.names
+
+
+class TestServedModel:
+    @pytest.mark.parametrize("chosen", [None, "a\nb|\x1b\u202e<"])
+    async def test_a_name_that_tables_cannot_show_is_refused(self, chosen: str | None) -> None:
+        client = Listing("a\nb|\x1b\u202e<")
+        with pytest.raises(ConfigError, match=r"calls its model 'a\?b\?\?\?\?'") as found:
+            await served_model(client, chosen)
+        assert str(found.value).isprintable()
+
+    @pytest.mark.parametrize("chosen", [None, "other"])
+    async def test_a_list_of_names_is_shown_without_such_signs(self, chosen: str | None) -> None:
+        client = Listing("good", *["a\x1b|b"] * 100)
+        with pytest.raises(ConfigError, match=r"good, a\?\?b, .* and 81 more") as found:
+            await served_model(client, chosen)
+        assert str(found.value).isprintable()
+
+    async def test_one_among_such_names_can_be_chosen(self) -> None:
+        assert await served_model(Listing("a\x1b|b", "good"), "good") == "good"
 
 
 async def test_an_episode_takes_structured_calls_as_they_are() -> None:

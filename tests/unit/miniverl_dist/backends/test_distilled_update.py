@@ -204,9 +204,31 @@ def test_stored_episodes_have_no_policy_loss() -> None:
         rollout_logprobs=np.full(size, np.nan),
     )
     metrics = student(config, resident=False).update(batch).metrics
-    assert metrics["policy_loss"] == 0
+    assert metrics.keys() == {
+        *("loss", "grad_norm", "divergence_mean", "distill_loss", "num_loss_tokens"),
+        *("lr", "seconds_update"),
+    }
     assert metrics["loss"] == pytest.approx(metrics["divergence_mean"])
     assert metrics["num_loss_tokens"] == told.loss_mask.sum()
+
+
+def test_the_teachers_bucket_is_measured_where_it_is_used_stored_or_not() -> None:
+    config = DistillConfig(divergence="forward_kl", top_k=6)
+    batch = random_batch(8)
+    told = [
+        student(config, resident=not stored).update(with_rows(batch, config, stored=stored)).metrics
+        for stored in (True, False)
+    ]
+    found = with_rows(batch, config, stored=True).distillation
+    assert found is not None
+    assert found.top_k is not None
+    expected = float(np.exp(found.top_k.tail_logprobs).mean())
+    assert expected > 0.1
+    for metrics in told:
+        assert metrics["teacher_tail_mass_mean"] == pytest.approx(expected, rel=1e-5)
+    exact = DistillConfig(divergence="forward_kl", support="exact_full_vocab")
+    whole = student(exact, resident=True).update(with_rows(batch, exact, stored=False)).metrics
+    assert "teacher_tail_mass_mean" not in whole
 
 
 def test_running_out_of_memory_halves_the_chunk_and_nothing_else(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miniverl_dist.backends.update_report import PER_STEP, REPORTED, update_report
+from miniverl_dist.backends.update_report import update_report
 
 
 def test_losses_are_means_of_steps_and_counts_are_shares_of_tokens() -> None:
@@ -42,7 +42,30 @@ def test_losses_are_means_of_steps_and_counts_are_shares_of_tokens() -> None:
     assert report["num_loss_tokens"] == 40.0
 
 
-def test_what_a_loss_does_not_have_is_zero() -> None:
-    report = update_report([{"num_tokens": 2, "loss": 1.0}])
-    assert report.keys() == {*REPORTED, *PER_STEP, "num_loss_tokens"}
-    assert report["dual_clip_fraction"] == report["kl_loss"] == 0.0
+def test_what_nothing_measured_is_absent() -> None:
+    report = update_report([{"num_tokens": 2, "loss": 1.0, "grad_norm": 0.5}])
+    assert report == {"num_loss_tokens": 2.0, "loss": 1.0, "grad_norm": 0.5}
+
+
+def test_what_was_measured_as_zero_is_zero() -> None:
+    report = update_report([{"num_tokens": 2, "loss": 1.0, "kl_loss": 0.0, "clip_low_tokens": 0}])
+    assert report["kl_loss"] == report["clip_low_fraction"] == 0.0
+    assert "dual_clip_fraction" not in report
+
+
+def test_rows_are_means_over_the_rows_that_were_compared() -> None:
+    step = {
+        "num_tokens": 20,
+        "loss": 2.0,
+        "num_rows": 4.0,
+        "divergence_sum": 2.0,
+        "distill_loss": 0.5,
+        "teacher_entropy_sum": 6.0,
+        "teacher_tail_mass_sum": 1.0,
+    }
+    report = update_report([step, step])
+    assert report["divergence_mean"] == 0.5
+    assert report["teacher_entropy_mean"] == 1.5
+    assert report["teacher_tail_mass_mean"] == 0.25
+    assert report["distill_loss"] == 0.5
+    assert "teacher_tail_mass_mean" not in update_report([{"num_tokens": 2, "loss": 1.0}])

@@ -132,3 +132,73 @@ def test_sft_learns_the_written_tokens_unless_told_otherwise() -> None:
     assert loss.divergence == "sampled_nll"
     assert not recipe(SFT).uses_targets
     assert recipe(SFT).policy_label == "supervised, on stored episodes"
+
+
+GRPO: dict[str, Any] = {"objective": "grpo"}
+CREDIT: dict[str, Any] = {"objective": "opd", "teacher": TEACHER, "opd": {}}
+EXACT: dict[str, Any] = {"support": "exact_full_vocab"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "only"),
+    [
+        (GRPO | {"memory": {"strategy": "swap"}}, "memory.strategy", "that asks a teacher"),
+        (SFT | {"memory": {"limit_bytes": 1}}, "memory.limit_bytes", "that asks a teacher"),
+        (
+            OPD | {"memory": {"strategy": "swap", "limit_bytes": 1}},
+            "memory.limit_bytes",
+            "with memory.strategy auto",
+        ),
+        (OPD | {"distill": {"beta": 0.1}}, "distill.beta", "with distill.divergence jsd"),
+        (
+            OPD | {"teacher": SAME, "distill": EXACT | {"top_k": 8}},
+            "distill.top_k",
+            "with distill.support top_k_tail",
+        ),
+        (
+            SFT | {"distill": {"divergence": "sampled_nll", "top_k": 8}},
+            "distill.top_k",
+            "with a divergence from a teacher",
+        ),
+        (
+            OPD | {"selection": {"kind": "tool_and_final", "ratio": 0.5}},
+            "selection.ratio",
+            "with selection.kind uniform_ratio or hybrid",
+        ),
+        (SFT | {"loss": {"kind": "cispo"}}, "loss.kind", "where the student samples"),
+        (KD | {"loss": {"clip_high": 0.3}}, "loss.clip_high", "where the student samples"),
+        (KD | {"rollout": {"temperature": 0.7}}, "rollout.temperature", "where the student"),
+        (CREDIT | {"grpo": {"normalize_std": True}}, "grpo.normalize_std", "a group advantage"),
+        (OPD | {"grpo": {"max_refills": 1}}, "grpo.max_refills", "a group advantage"),
+    ],
+    ids=str,
+)
+def test_a_setting_without_an_effect_is_refused(
+    changes: dict[str, Any], field: str, only: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        recipe(changes)
+    [found] = caught.value.errors()
+    said = str(found["ctx"]["error"])
+    assert said.startswith(f"{field} has a meaning only ")
+    assert only in said
+    assert "leave it out (or at its default, " in said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        OPD | {"distill": {"beta": 0.5}},
+        OPD | {"distill": {"divergence": "jsd", "beta": 0.1}},
+        OPD | {"teacher": SAME, "distill": EXACT | {"top_k": 32}},
+        OPD | {"memory": {"limit_bytes": 1}},
+        SFT | {"loss": {"dual_clip": None, "mismatch_cap": None}},
+        SFT | {"grpo": {"zero_variance": "keep"}, "rollout": {"temperature": 1.0}},
+        GRPO | {"loss": {"kind": "gspo_token"}, "rollout": {"temperature": 0.7}},
+    ],
+    ids=str,
+)
+def test_a_default_or_an_effect_is_taken(changes: dict[str, Any]) -> None:
+    """A run directory holds every field, so a default is no statement."""
+    config = recipe(changes)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config

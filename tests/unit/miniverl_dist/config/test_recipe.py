@@ -46,3 +46,34 @@ class TestBfclCategories:
     ) -> None:
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, categories)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("optim.lr=1e300", "optim.lr: found 1e[+]300, expected at most 10"),
+        ("optim.eps=1e300", "optim.eps: found 1e[+]300, expected at most 1"),
+        ("optim.weight_decay=1e300", "optim.weight_decay: found 1e[+]300, expected at most 100"),
+        ("student.warmup.learning_rate=1e300", "learning_rate: found 1e[+]300, expected at most"),
+        ("teacher.fit.learning_rate=11", "teacher.fit.learning_rate: found 11, expected at most"),
+        ("distill={temperature: 1e-300}", "distill.temperature: found 1e-300, expected at least"),
+        ("rollout.temperature=1e-300", "rollout.temperature: found 1e-300, expected at least 0.01"),
+        (
+            "evaluation.temperature=1e-300",
+            "temperature: found 1e-300, expected at least 0.01, or 0",
+        ),
+        ("opd.coef=1e300", "opd.coef: found 1e[+]300, expected at most"),
+        ("loss.kl_coef=1e300", "loss.kl_coef: found 1e[+]300, expected at most"),
+        ("distill={coef: 1e300}", "distill.coef: found 1e[+]300, expected at most"),
+    ],
+)
+def test_a_number_that_no_update_can_use_is_refused(override: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_config(Path("tests/fixtures/tiny_bfcl.yaml"), [override])
+
+
+def test_an_evaluation_may_decode_greedily() -> None:
+    recipe = Path("tests/fixtures/tiny_bfcl.yaml")
+    for temperature in (0.0, 0.01):
+        found = load_config(recipe, [f"evaluation.temperature={temperature}"]).config
+        assert found.evaluation.temperature == temperature

@@ -176,7 +176,10 @@ def test_hostile_statements_are_refused_in_bounded_time(items: ReadOnlyDatabase,
         ),
         ("VALUES (1), (NULL)", "[[1], [null]]"),
         ("SELECT avg(price) FROM items", "[[43.5]]"),
-        ("SELECT x'ff', CAST(x'ff' AS TEXT), 'é', 9e999", '[["x\'ff\'", "\ufffd", "é", Infinity]]'),
+        (
+            "SELECT x'ff', CAST(x'ff' AS TEXT), 'é', 9e999",
+            '[["x\'ff\'", "\ufffd", "é", "Infinity"]]',
+        ),
         ("SELECT name FROM sqlite_master", '[["items"]]'),
         ("SELECT id FROM items", "[[0], [1], [2]] (first 3 rows; there are more)"),
         ("SELECT id FROM items LIMIT 3", "[[0], [1], [2]]"),
@@ -187,6 +190,14 @@ def test_hostile_statements_are_refused_in_bounded_time(items: ReadOnlyDatabase,
 def test_reading(items: ReadOnlyDatabase, sql: str, shown: str | None) -> None:
     text = write_rows(items.query(sql, max_rows=3))
     assert text == shown if shown else len(text) == 200 + len('[[""]]')
+
+
+def test_what_json_has_no_number_for_is_a_text() -> None:
+    """And a policy that has seen it is still judged."""
+    session = ENV.start(TASK_IDS[0], prefix_calls=0)
+    text = told(session, "query", sql="SELECT 9e999, -9e999, 9e999 - 9e999, NULL")
+    assert text == '[["Infinity", "-Infinity", null, null]]'
+    assert not session.finish().passed
 
 
 def test_the_same_statement_is_refused_at_the_same_count_on_every_machine() -> None:

@@ -15,6 +15,8 @@ from miniverl_dist.lab import cache_files
 from miniverl_dist.lab.teacher_cache import TeacherCache
 from tests.support.stored_targets import KEY, filled
 
+REMEDY = "remove teacher-cache/ to ask the teacher again"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -45,10 +47,10 @@ class TestDamage:
             (folder / "shard-000002.safetensors").read_bytes() + b"\0"
         )
         assert [line.removeprefix("teacher-cache/shard-00000") for line in cache.validate()] == [
-            "0.safetensors, entry 'ep-0.0': the file is missing",
-            "0.safetensors, entry 'ep-0.1': the file is missing",
+            f"0.safetensors, entry 'ep-0.0': the file is missing; {REMEDY}",
+            f"0.safetensors, entry 'ep-0.1': the file is missing; {REMEDY}",
             f"1.safetensors, entry 'ep-1.1': ends at byte {len(whole)}, the file has "
-            f"{len(whole) - 1}: it was cut",
+            f"{len(whole) - 1}: it was cut; {REMEDY}",
             f"2.safetensors: {len(whole) + 1} bytes, expected {len(whole)}; its 2 entries are "
             "intact",
         ]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from miniverl_dist.errors import ConfigError, RecordError, TokenizerMismatchError
-from miniverl_dist.lab.demonstrations import StoredEpisodes, as_demonstration, read_episodes
+from miniverl_dist.lab.demonstrations import (
+    ReadableIds,
+    StoredEpisodes,
+    as_demonstration,
+    read_episodes,
+)
 from miniverl_dist.ports import Assignment, ScoredTrajectory
 from miniverl_dist.schemas.trajectory import Termination, Trajectory
 from tests.fakes import ByteTokenizer, trajectory
 
 FINGERPRINT = ByteTokenizer().fingerprint
+BYTES = ReadableIds("bytes", FINGERPRINT, range(259), frozenset({FINGERPRINT}))
 
 
 def place(ticket: int, task_id: str = "a") -> Assignment:
@@ -66,7 +73,7 @@ class TestFile:
         return path
 
     def read(self, path: Path, *, only_passed: bool = True) -> list[Trajectory]:
-        return read_episodes(path, tokenizer_fingerprint=FINGERPRINT, only_passed=only_passed)
+        return read_episodes(path, BYTES, only_passed=only_passed)
 
     def test_only_what_passed_under_names_of_its_own(self, tmp_path: Path) -> None:
         good, bad = trajectory("a", passed=True), trajectory("b")
@@ -92,5 +99,35 @@ class TestFile:
 
     def test_ids_of_another_tokenizer(self, tmp_path: Path) -> None:
         path = self.write(tmp_path, trajectory("a", passed=True))
-        with pytest.raises(TokenizerMismatchError, match="line 1"):
-            read_episodes(path, tokenizer_fingerprint="0" * 64, only_passed=True)
+        foreign = replace(BYTES, fingerprint="0" * 64, same_base=frozenset())
+        found = (
+            r"line 1: token ids of vocabulary .* leave the run's student-vocabulary\.json beside"
+        )
+        with pytest.raises(TokenizerMismatchError, match=found):
+            read_episodes(path, foreign, only_passed=True)
+
+    def test_ids_of_another_part_of_the_same_vocabulary(self, tmp_path: Path) -> None:
+        """What counts is that the student has every id, not that both declared the same set."""
+        told = trajectory("a", passed=True)
+        path = self.write(tmp_path, told)
+        other = replace(BYTES, fingerprint="0" * 64)
+        [read] = read_episodes(path, other, only_passed=True)
+        assert read.token_ids == told.token_ids
+        assert read.tokenizer_fingerprint == "0" * 64
+        lacking = replace(other, ids=set(range(259)) - {ord("a")})
+        found = r"line 1: token ids \[97\] \(1 in all\) are not in the student's vocabulary bytes"
+        with pytest.raises(TokenizerMismatchError, match=found):
+            read_episodes(path, lacking, only_passed=True)
+
+    @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
+    def test_a_separator_within_a_text_ends_no_line(self, tmp_path: Path, separator: str) -> None:
+        told = [trajectory(f"a{separator}b", passed=True), trajectory("c", passed=True)]
+        path = self.write(tmp_path, *told)
+        assert [one.token_ids for one in self.read(path)] == [one.token_ids for one in told]
+
+    def test_a_line_that_was_cut_is_shown_in_part(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path, trajectory("a" * 500, passed=True))
+        path.write_bytes(path.read_bytes()[:-300])
+        with pytest.raises(RecordError, match=r"line 1: .*…") as caught:
+            self.read(path)
+        assert len(str(caught.value)) < 300

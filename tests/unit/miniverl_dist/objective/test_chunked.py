@@ -58,7 +58,11 @@ def test_any_chunk_size_gives_what_all_logits_at_once_give(
         assert result.metrics == {}
     elif isinstance(inputs.targets, TopKRows):
         total = float(inputs.targets.entropies.sum())
-        assert result.metrics == {"teacher_entropy_sum": pytest.approx(total)}
+        tails = float(inputs.targets.tail_logprobs.exp().sum())
+        assert result.metrics == {
+            "teacher_entropy_sum": pytest.approx(total),
+            "teacher_tail_mass_sum": pytest.approx(tails, rel=1e-6, abs=1e-12),
+        }
     else:
         terms = inputs.targets.logprobs * inputs.targets.logprobs.exp()
         assert result.metrics == {"teacher_entropy_sum": pytest.approx(-float(terms.sum()))}

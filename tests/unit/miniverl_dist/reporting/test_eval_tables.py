@@ -151,6 +151,18 @@ def test_every_table_fits_into_100_columns() -> None:
             update={
                 "num_tasks": 200,
                 "num_episodes": 12800,
+                "tasks": tuple(
+                    o.model_copy(update={"num_episodes": 3200, "num_passed": 800 * o.num_passed})
+                    for o in outcomes(0, 2, 4, 1)
+                ),
+                "settings": {
+                    "endpoint": "1a2b3c4d",
+                    "episodes_per_task": "4",
+                    "form": "tools",
+                    "max_new_tokens": "4096",
+                    "temperature": "0.7",
+                    "thinking": "None",
+                },
                 "policy_version": 12345,
                 "tail_calls": "all",
                 "pass_low_by_task": 0.1,
@@ -167,10 +179,15 @@ def test_every_table_fits_into_100_columns() -> None:
         for tag in ("before", "warm", "step-000010")
     ]
     made = report(*rows).model_copy(
-        update={"classes": CLASSES, "doubtful_ids": ("multi_turn_base_0",), "doubtful_source": "x"}
+        update={
+            "classes": CLASSES,
+            "doubtful_ids": ("multi_turn_base_0",),
+            "doubtful_source": "x",
+            "settings": {"rollout.max_context_tokens": "15872", "environment.options": "x" * 500},
+        }
     )
     tables = evaluation_tables(made)
-    assert len(tables) == 7
+    assert len(tables) == 9
     for table in tables:
         widest = max(len(line) for line in [table.title, *aligned([table.head, *table.rows])])
         assert widest <= 100, table.title

@@ -56,7 +56,7 @@ def test_rows_of_another_horizon_are_never_compared() -> None:
         row("null", "before", 0.2, tail_calls=2),
         row("student", "after", 0.7, tail_calls=2),
     ]
-    assert comparisons(*rows) == ["", "", ""]
+    assert comparisons(*rows) == ["", "", "+0.50 [+0.36, +0.64] vs null"]
     assert [line.null_rate for line in evaluation_lines(report(*rows))] == [None, 0.2, 0.2]
 
 
@@ -102,7 +102,10 @@ def test_differences_are_paired_by_task_where_the_rows_hold_outcomes() -> None:
     ]
     found = evaluation_lines(report(*rows))[1].difference
     assert found == Difference("warm", 0.25, 0.25, 0.25, is_paired=True)
-    alone = [r.model_copy(update={"tasks": r.tasks[:1]}) for r in rows]
+    alone = [
+        row("student", "warm", 0.0, tasks=outcomes(0)),
+        row("student", "after", 0.25, tasks=outcomes(1)),
+    ]
     unpaired = evaluation_lines(report(*alone))[1].difference
     assert unpaired is not None
     assert not unpaired.is_paired
@@ -212,4 +215,8 @@ class TestCaveats:
         assert caveats(RunData(label="x", status="killed"))[0].startswith(
             "This run is not finished (status: killed)"
         )
-        assert caveats(RunData(label="x", status="evaluation")) == []
+        assert caveats(RunData(label="x", status="finished", is_evaluation=True)) == []
+        cut_off = caveats(RunData(label="x", status="killed", is_evaluation=True))
+        assert cut_off == [
+            "This evaluation is not finished (status: killed); its numbers may change."
+        ]

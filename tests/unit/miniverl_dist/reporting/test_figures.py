@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import plotly.graph_objects as go
@@ -40,19 +41,51 @@ def test_charts_show_declared_fields_only() -> None:
         assert set(chart.fields) <= set(METRICS), chart.title
 
 
-def test_points_that_were_not_measured_are_left_out() -> None:
+def test_steps_that_did_not_measure_it_are_left_out_and_what_is_no_number_is_a_gap() -> None:
     run = RunData(
         label="a",
         metrics=[
-            {"step": 1, "entropy_mean": 2.0},
+            {"step": 1, "entropy_mean": 2.0, "grad_norm": None},
             {"step": 2, "entropy_mean": None},
-            {"step": 3, "entropy_mean": 1.0},
+            {"step": 3},
+            {"step": 4, "entropy_mean": 1.0},
         ],
     )
     figures = all_figures([run])
     assert [figure["title"] for figure in figures] == ["Entropy"]
-    assert figures[0]["data"][0]["x"] == [1, 3]
-    assert figures[0]["data"][0]["y"] == [2.0, 1.0]
+    assert figures[0]["data"][0]["x"] == [1, 2, 4]
+    assert figures[0]["data"][0]["y"] == [2.0, None, 1.0]
+    assert figures[0]["hint"].endswith(
+        "Gaps are values that are not a number: entropy_mean in 1 steps."
+    )
+
+
+def test_a_long_run_that_diverged_does_not_look_flat() -> None:
+    metrics = [{"step": s, "loss": 1.0 if s <= 5000 else None} for s in range(1, 10_001)]
+    [figure] = all_figures([RunData(label="a", metrics=metrics)])
+    for trace in figure["data"]:
+        assert len(trace["x"]) <= 400
+        halves = [
+            [y for x, y in zip(trace["x"], trace["y"], strict=True) if (x > 5000) is late]
+            for late in (False, True)
+        ]
+        assert set(halves[0]) == {1.0}
+        assert set(halves[1]) == {None}
+
+
+@pytest.mark.parametrize("rate", [5.0, -1.0])
+def test_a_batch_that_cannot_be_has_no_interval(rate: float) -> None:
+    metrics = [{"step": 1, "pass_rate": rate, "num_trajectories": 8}]
+    metrics += [{"step": 2, "pass_rate": 0.5, "num_trajectories": 10**18}]
+    figure = pass_rate_figure([RunData(label="a", metrics=metrics)])
+    assert figure is not None
+    assert [trace["name"] for trace in figure["data"]] == ["pass_rate"]
+
+
+def test_sums_beyond_what_a_float_holds_are_gaps() -> None:
+    metrics = [{"step": step, "seconds_take": 1.7e308} for step in range(1, 601)]
+    for figure in all_figures([RunData(label="a", metrics=metrics)]):
+        json.dumps(figure, allow_nan=False)
 
 
 def test_a_full_run_has_every_chart_grouped_by_topic() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniverl_dist.reporting import record_tail
-from miniverl_dist.reporting.record_tail import lines_from_end
+from miniverl_dist.reporting.record_tail import lines_from_end, num_lines
 
 
 @given(
@@ -43,3 +43,12 @@ def test_a_large_file_is_not_read_for_its_last_lines(tmp_path: Path) -> None:
         file.seek(1 << 36)  # a sparse file of 64 GiB: reading it whole would time out
         file.write(b"\na\nb\n")
     assert list(islice(lines_from_end(path, max_bytes=1 << 40), 2)) == [b"b\n", b"a\n"]
+
+
+def test_finished_lines_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    assert num_lines(path) == 0
+    path.write_bytes(b"")
+    assert num_lines(path) == 0
+    path.write_bytes(300_000 * b"ab\n" + b"half")
+    assert num_lines(path) == 300_000

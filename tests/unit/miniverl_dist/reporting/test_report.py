@@ -173,6 +173,48 @@ class TestSummary:
             writer.append("events.jsonl", {"time_s": 1, "event": "alarm", "what": "a | b\nc `d`"})
         assert "| alarm | what: a \\| b c 'd' |" in write_report(run).text
 
+    def test_a_run_that_diverged_does_not_look_flat(self, run: Path) -> None:
+        with RunDirectory.open(run, writable=True) as writer:
+            for step in (4, 5):
+                lines = {"step": step, "pass_rate": 0.6, "grad_norm": None, "rollout_tokens": None}
+                writer.append("metrics.jsonl", lines)
+        text = write_report(run).text
+        assert "| grad_norm | not measured | not a number (in 2 of 5 steps) | norm |" in text
+        assert "| rollout_tokens | 0 without 2 steps that are not a number |" in text
+        assert "| Metric | Mean of the first 2 of 5 steps | Mean of the last 2 of 5 steps |" in text
+
+    def test_what_falls_is_shown_of_a_run_that_compares_distributions(self, run: Path) -> None:
+        assert "| loss |" not in write_report(run).text
+        lines = [
+            {"step": step, "loss": 2.0 / step, "divergence_mean": 1.0 / step, "num_target_rows": 9}
+            for step in (1, 2, 3)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        text = write_report(run).text
+        assert "| loss | 2 | 0.6667 | loss |" in text
+        assert "| divergence_mean | 1 | 0.3333 | nats |" in text
+        for name in ("entropy_mean", "mismatch_mean_abs", "pass_rate"):
+            assert f"| {name} |" not in text
+
+    def test_a_run_is_not_compared_with_itself(self, run: Path, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to(run)
+        for compared in ([run], [tmp_path / "link"], [run / "." / ".." / "sample"]):
+            with pytest.raises(ConfigError, match="is given twice: compared with itself, a run"):
+                write_report(run, compared)
+        other = write_run(tmp_path, name="other")
+        with pytest.raises(ConfigError, match="is given twice"):
+            write_report(run, [other, other])
+        assert not (run / "summary.md").exists()
+
+    def test_two_folders_of_one_name_are_told_apart(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+        one, other = (write_run(tmp_path / name) for name in ("a", "b"))
+        text = write_report(one, [other]).text
+        assert "# Run `a/sample`" in text.replace("'", "`")
+        assert "| Policy | When | T | a/sample | b/sample |" in text
+        assert "| student | after | 1 | 0.700 | 0.700 |" in text
+
     def test_a_comparison_prints_both_runs_and_writes_one(self, tmp_path: Path) -> None:
         one = write_run(tmp_path, name="one")
         other = write_run(tmp_path, name="other", recipe=RECIPE.replace("seed: 3", "seed: 4"))

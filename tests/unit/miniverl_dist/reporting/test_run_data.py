@@ -8,7 +8,9 @@ import pytest
 from miniverl_dist.errors import ConfigError, RecordError
 from miniverl_dist.observability.events import Event, EventLog
 from miniverl_dist.observability.run_dir import RunDirectory
+from miniverl_dist.reporting.report import write_report
 from miniverl_dist.reporting.run_data import load_run_data, parse_evaluation, parse_trajectory
+from miniverl_dist.reporting.summary import identity
 from miniverl_dist.schemas.token_analysis import TokenAnalysisLine
 from miniverl_dist.schemas.trajectory import SpanKind
 from tests.support.sample_run import scored, trajectory, write_run
@@ -80,6 +82,82 @@ def test_damage_becomes_notes_and_the_rest_is_read(run: Path) -> None:
     assert "2 unreadable line(s) left out, the first is line 2" in data.notes[2]
     assert "environment: missing, but required" in data.notes[3]
     assert str(run) not in " ".join(data.notes)
+
+
+NO_JSON = ("NaN", "Infinity", "-Infinity", "1e999", "1" + 400 * "0", "[NaN]", "[[1e999]]")
+
+
+@pytest.mark.parametrize("value", NO_JSON)
+def test_numbers_that_json_cannot_hold_are_null_in_every_record(run: Path, value: str) -> None:
+    """Another writer, or a damaged one, leaves them; no reader may stumble, whatever the file."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 4, "pass_rate": {value}, "num_trajectories": {value}}}\n')
+        file.write(f'{{"step": {value}, "loss_by_span_type": {{"a": {value}}}}}\n')
+    with (run / "events.jsonl").open("a") as file:
+        file.write(f'{{"event": "alarm", "step": {value}, "what": {value}}}\n')
+    manifest = (run / "manifest.json").read_text().rstrip().removesuffix("}")
+    (run / "manifest.json").write_text(f'{manifest}, "seed": {value}, "odd": {{"a": {value}}}}}')
+    config = (run / "config.resolved.yaml").read_text()
+    (run / "config.resolved.yaml").write_text(config + "odd: .inf\nopd: {clip: .inf}\n")
+    data = load_run_data(run)
+    held = (data.metrics, data.events, data.manifest, data.config)
+    json.dumps([*held, data.losses], allow_nan=False)
+    assert [record["step"] for record in data.metrics] == [1, 2, 3, 4]
+    page = write_report(run).page.read_text()
+    assert "Infinity," not in page.split('id="data">')[1].split("</script>")[0]
+
+
+def test_an_evaluation_row_that_is_no_number_is_a_note(run: Path) -> None:
+    text = (run / "eval.json").read_text()
+    (run / "eval.json").write_text(text.replace('"reward_mean": 0.7', '"reward_mean": NaN'))
+    data = load_run_data(run)
+    assert data.evaluation is None
+    [note] = data.notes
+    assert "eval.json: reward_mean of the row student (after) is not a number" in note
+
+
+def test_a_line_nested_beyond_reason_is_left_out(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "x": ' + 100_000 * "[" + 100_000 * "]" + "}\n")
+    data = load_run_data(run)
+    assert len(data.metrics) == 3
+    assert "1 unreadable line(s) left out, the first is line 4" in data.notes[0]
+
+
+class TestEvaluationFolder:
+    def test_nothing_of_a_training_is_missed(self, run: Path) -> None:
+        evaluation_of(run)
+        data = load_run_data(run)
+        assert data.notes == []
+        assert (data.is_evaluation, data.status, data.num_played) == (True, "finished", 1)
+        assert dict(identity(data))["Status"] == (
+            "evaluation, finished, 1 episodes played, nothing is trained"
+        )
+
+    def test_its_status_is_that_of_the_evaluation(self, run: Path) -> None:
+        for told in ("stopped", "failed", "finished"):
+            evaluation_of(run, evaluation_status=told)
+            assert load_run_data(run).status == told
+        evaluation_of(run, evaluation_status="running")
+        assert load_run_data(run).status == "killed"
+        with RunDirectory.open(run, writable=True):
+            assert load_run_data(run).status == "running"
+
+    def test_before_its_first_row(self, run: Path) -> None:
+        evaluation_of(run)
+        (run / "eval.json").unlink()
+        (run / "events.jsonl").unlink()
+        data = load_run_data(run)
+        assert data.status == "stopped"
+        assert data.notes == ["eval.json is missing: nothing has been evaluated yet"]
+
+
+def evaluation_of(run: Path, **changes: object) -> None:
+    """Make the sample run's folder what an evaluation of its own leaves."""
+    for name in ("metrics.jsonl", "trajectories.jsonl", "token_analysis.jsonl"):
+        (run / name).unlink(missing_ok=True)
+    told = json.loads((run / "manifest.json").read_text()) | {"status": "evaluation"} | changes
+    (run / "manifest.json").write_text(json.dumps(told))
 
 
 def test_a_step_that_was_done_again_counts_once_and_the_last_one_counts(run: Path) -> None:

@@ -3,8 +3,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniverl_dist.reporting.series import extremes, means, sums
+from miniverl_dist.reporting.series import extremes, mean_line, means, sums, thinned
 
+GAPPY = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=300)
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300)
 
 
@@ -41,6 +42,29 @@ def test_means_stay_within_and_keep_order(values: list[float], limit: int) -> No
     assert len(found) <= max(limit, min(limit, len(values)))
     assert [x for x, _ in found] == sorted(x for x, _ in found)
     assert all(min(values) - 1e-6 <= y <= max(values) + 1e-6 for _, y in found)
+
+
+@given(values=GAPPY, limit=st.integers(8, 40))
+@settings(deadline=None)
+def test_gaps_stay_and_numbers_are_thinned_as_ever(values: list[float | None], limit: int) -> None:
+    points = list(enumerate(values))
+    for kept in (thinned(points, limit), mean_line(points, limit)):
+        assert len(kept) <= limit
+        assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+        numbers = [y for y in values if y is not None]
+        assert bool(numbers) == any(y is not None for _, y in kept)
+    kept = thinned(points, limit)
+    assert set(kept) <= set(points)
+    assert (None in values) == (None in [y for _, y in kept])
+    if numbers:
+        shown = [y for _, y in kept if y is not None]
+        assert (min(shown), max(shown)) == (min(numbers), max(numbers))
+
+
+def test_one_step_without_a_number_among_many_is_a_gap() -> None:
+    points = [(step, None if step == 777 else 1.0) for step in range(10_000)]
+    assert (777, None) in thinned(points)
+    assert len(thinned(points)) <= 400
 
 
 def test_means_of_equal_stretches() -> None:

@@ -3,6 +3,9 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +251,35 @@ def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingDependencyError, match=r"miniverl-dist\[local\]"):
         qwen_like()
+
+
+class TestLongTexts:
+    TEXT = "Hello world, é漢🙂 <tool_call>\n" * 3000
+
+    def test_they_are_encoded_as_short_ones_are(self) -> None:
+        lines = [BYTE_LEVEL.encode(line) for line in self.TEXT.splitlines(keepends=True)]
+        assert BYTE_LEVEL.encode(self.TEXT) == [token for line in lines for token in line]
+
+    def test_other_threads_go_on_meanwhile(self) -> None:
+        # A machine that is busy may hold up any thread, so one quiet moment is enough.
+        assert any(self._longest_pause() < 0.5 for _ in range(3))
+
+    def _longest_pause(self) -> float:
+        """Of another thread, as a share of the time that encoding takes."""
+        ended, begun, times = threading.Event(), threading.Event(), list[float]()
+
+        def tick() -> None:
+            while not ended.wait(0.001):
+                times.append(time.perf_counter())
+                begun.set()
+            times.append(time.perf_counter())
+
+        ticker = threading.Thread(target=tick)
+        ticker.start()
+        assert begun.wait(10)
+        started = time.perf_counter()
+        BYTE_LEVEL._raw(self.TEXT)
+        took = time.perf_counter() - started
+        ended.set()
+        ticker.join()
+        return max(after - before for before, after in pairwise(times)) / took

@@ -135,6 +135,15 @@ class TestOrder:
         assert [e["step"] for e in world.events("warmup_step")] == [0, 1]
         assert [row["tag"] for row in world.events("evaluation_finished")] == ["warm"]
 
+    async def test_the_warm_up_can_go_without_its_evaluation(self, tmp_path: Path) -> None:
+        batch = SftBatch(np.arange(3), np.array([0, 3]), np.array([False, True, True]))
+        off = {"before": False, "warm": False, "after": False, "baselines": []}
+        config = run_config(student={"warmup": {"num_steps": 1}}, evaluation=off)
+        world = World(tmp_path, config, warmup=iter([batch]))
+        await world.trainer().run()
+        assert world.events("warmup_finished")
+        assert "evaluate" not in world.log
+
     async def test_without_a_warm_up_the_reference_is_frozen_all_the_same(
         self, tmp_path: Path
     ) -> None:
@@ -150,7 +159,7 @@ class TestOrder:
         await world.trainer().run()
         tags = [(e["policy"], e["tag"], e["policy_version"]) for e in world.events() if "tag" in e]
         assert tags == [
-            ("null", "before", 0),
+            ("null", "before", None),
             ("student", "before", 0),
             ("student", "step-000002", 2),
             ("student", "step-000004", 4),

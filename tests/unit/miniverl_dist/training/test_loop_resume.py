@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from miniverl_dist.errors import ChecksumError
+from miniverl_dist.config.models import RunConfig
+from miniverl_dist.errors import ChecksumError, ResumeError
 from miniverl_dist.observability.run_dir import RecordFile
 from miniverl_dist.ports import PublishReceipt
 from miniverl_dist.schemas.batch import TrainBatch, UpdateResult
 from miniverl_dist.training.checkpoint import list_checkpoints, verify
-from tests.fake_world import World
+from miniverl_dist.training.journal import Journal
+from tests.fake_world import DIGEST, World
 from tests.fakes import FakeCurriculum, FakeStudents, FakeWeightStore, run_config
 
 CONFIG = run_config(
@@ -71,8 +73,8 @@ class FragileCurriculum(FakeCurriculum):
         return super().summary()
 
 
-def fragile(folder: Path, fuse: Fuse) -> World:
-    world = World(folder, CONFIG)
+def fragile(folder: Path, fuse: Fuse, config: RunConfig = CONFIG) -> World:
+    world = World(folder, config)
     world.students, world.weights = FragileStudents(world.log), FragileStore(world.log)
     world.curriculum = FragileCurriculum(world.log)
     for part in (world.students, world.weights, world.curriculum):
@@ -80,9 +82,9 @@ def fragile(folder: Path, fuse: Fuse) -> World:
     return world
 
 
-async def resumed(folder: Path) -> World:
+async def resumed(folder: Path, config: RunConfig = CONFIG) -> World:
     """Continue from the newest commit, to the end."""
-    world = World(folder, CONFIG)
+    world = World(folder, config)
     await world.trainer().run(list_checkpoints(world.run.path / "checkpoints")[-1])
     return world
 
@@ -236,6 +238,45 @@ async def test_a_damaged_journal_is_one_clear_error(tmp_path: Path) -> None:
     file = killed.run.path / "journal" / "step-000004.json"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ChecksumError, match=r"journal/step-000004\.json differs"):
+        await resumed(tmp_path)
+
+
+async def test_journalled_batches_are_not_trained_on_out_of_order(tmp_path: Path) -> None:
+    killed = fragile(tmp_path, Fuse("update begins", 6))  # steps 3, 4 and 5 are journalled
+    with pytest.raises(KilledError):
+        await killed.trainer().run()
+    killed.run.close()
+    journal = killed.run.path / "journal"
+    (journal / "step-000003.json").rename(journal / "aside")
+    (journal / "step-000004.json").rename(journal / "step-000003.json")
+    (journal / "aside").rename(journal / "step-000004.json")
+    with pytest.raises(ResumeError, match=r"step-000003\.json holds the batch of step 4"):
+        await resumed(tmp_path)
+
+
+async def test_a_batch_within_the_lag_that_config_allows_is_replayed(tmp_path: Path) -> None:
+    config = run_config(loop={"num_steps": 7, "max_policy_lag": 1}, checkpoint={"every_n_steps": 3})
+    killed = fragile(tmp_path, Fuse("update begins", 6), config)
+    with pytest.raises(KilledError):
+        await killed.trainer().run()
+    killed.run.close()
+    world = await resumed(tmp_path, config)
+    assert [e["step"] for e in world.events("replayed_step")] == [4, 5, 6]
+    assert {line["policy_lag_max"] for line in world.records(RecordFile.METRICS)[3:6]} == {1}
+
+
+async def test_a_batch_from_the_future_is_refused(tmp_path: Path) -> None:
+    """Its head is right, but its groups were started after publishes that are still to come."""
+    killed = fragile(tmp_path, Fuse("update begins", 5))
+    with pytest.raises(KilledError):
+        await killed.trainer().run()
+    killed.run.close()
+    journal = Journal(killed.run.path / "journal", DIGEST)
+    groups = journal.read(4, 4)
+    assert groups is not None
+    later = [g.model_copy(update={"num_publishes": g.num_publishes + 1}) for g in groups]
+    journal.write(4, 4, later)
+    with pytest.raises(ResumeError, match="of step 4 has policy lag -1, expected 0 to 0"):
         await resumed(tmp_path)
 
 

@@ -135,3 +135,21 @@ def test_stored_episodes_are_trained_on_as_they_are_written() -> None:
     assert (batch.advantages == 0).all()
     assert batch.num_loss_tokens == (4 + 5,)  # turn ends are written too
     assert "reward_mean" not in built.metrics
+
+
+SAMPLED = {
+    *("reward_mean", "reward_std", "pass_rate", "calls_per_trajectory", "response_tokens_mean"),
+    *("rollout_tokens", "num_zero_variance_groups", "advantage_abs_mean"),
+    *("tail_calls_mean", "tail_calls_max"),
+}
+
+
+def test_of_stored_episodes_nothing_is_measured_that_only_sampling_has() -> None:
+    told = two()
+    written = [as_demonstration(one) for one in told]
+    stored = build(written, [rows_of(written[0], 0), rows_of(written[1], 1)], **KD).metrics
+    assert not {*SAMPLED, "group_advantage_abs_mean"} & stored.keys()
+    assert stored["num_loss_tokens"] > 0
+    sampled = build(told, [rows_of(told[0], 0), rows_of(told[1], 1)]).metrics
+    assert sampled.keys() >= SAMPLED
+    assert "group_advantage_abs_mean" not in sampled  # rewards do not enter
