@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name every torch reader expects
 from torch import Tensor, nn
 
+from miniverl_dist.backends.tensors import first_difference
 from miniverl_dist.config.roles import LoraConfig
 from miniverl_dist.errors import CheckpointError, ConfigError
 from miniverl_dist.schemas.seeds import derive_seed
@@ -275,11 +276,7 @@ class LoraAdapters:
 
 def _require_form(factors: Factors, values: Mapping[str, Tensor]) -> None:
     """See ``LoraAdapters.check``."""
-    wanted = {name: (f.dtype, tuple(f.shape)) for name, f in factors.items()}
-    found = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
-    if found != wanted:
-        name = min(n for n in wanted | found if wanted.get(n) != found.get(n))
+    if difference := first_difference(values, factors):
         raise CheckpointError(
-            f"the adapter's {name!r} is {found.get(name)}, expected {wanted.get(name)}: other "
-            "layers, another rank or another model"
+            f"the adapter's {difference}: other layers, another rank or another model"
         )

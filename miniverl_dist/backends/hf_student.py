@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from miniverl_dist.backends.hf_adapters import ACTOR, REFERENCE, LoraAdapters
 from miniverl_dist.backends.hf_model import HFModel, Named, load_module
+from miniverl_dist.backends.tensors import first_difference
 from miniverl_dist.config.roles import HFStudentConfig
 from miniverl_dist.errors import CheckpointError
 
@@ -99,13 +100,9 @@ class HFStudent:
         if self.adapters is not None:
             self.adapters.check(ACTOR, values)
             return
-        wanted = {name: (w.dtype, tuple(w.shape)) for name, w in self.model.weights.items()}
-        found = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
-        if found != wanted:
-            name = min(n for n in wanted | found if wanted.get(n) != found.get(n))
+        if difference := first_difference(values, self.model.weights):
             raise CheckpointError(
-                f"weight {name!r} is {found.get(name)}, expected {wanted.get(name)}: the weights "
-                "of another architecture or dtype"
+                f"weight {difference}: the weights of another architecture or dtype"
             )
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ What numpy has no dtype for, such as bfloat16, has that of ``ml_dtypes``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -32,3 +33,12 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
     if own.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(own)
+
+
+def first_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """The first name, in order, whose dtype or shape is not the wanted one; empty without any."""
+    there, here = (
+        {n: (t.dtype, tuple(t.shape)) for n, t in each.items()} for each in (found, wanted)
+    )
+    names = sorted(n for n in there.keys() | here.keys() if there.get(n) != here.get(n))
+    return f"{names[0]!r} is {there.get(names[0])}, expected {here.get(names[0])}" if names else ""
