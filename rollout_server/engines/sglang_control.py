@@ -8,6 +8,8 @@ Source: SGLang 0.5.23; replies recorded in tests/fixtures/sglang_replies.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +23,9 @@ from rollout_server.engines.sglang_layout import HeldWeights
 
 T = TypeVar("T")
 
+FLUSH_GRACE_S, FLUSH_PAUSE_S = 3.0, 0.05
+_BUSY = 400
+"""What a server answers that cannot flush its cache now."""
 MEMORY_TAGS = ("kv_cache", "weights")
 """What a server can give back while it is idle."""
 
@@ -78,8 +83,22 @@ class SGLangControl:
         await self._post("/continue_generation", {})
 
     async def flush(self) -> None:
-        """Forget all cached prefixes; refused while requests run."""
-        await self._post("/flush_cache", {})
+        """Forget all cached prefixes; refused while requests run.
+
+        A server gives a reply a moment before it counts the request as ended, so a refusal is
+        asked again for a while.
+        """
+        refused_until = time.monotonic() + min(FLUSH_GRACE_S, self._deadline_s)
+        while True:
+            try:
+                await self._post("/flush_cache", {})
+            except EngineError as error:
+                is_busy = getattr(error.__cause__, "status", None) == _BUSY
+                if not is_busy or time.monotonic() >= refused_until:
+                    raise
+                await asyncio.sleep(FLUSH_PAUSE_S)
+            else:
+                return
 
     async def abort(self, rid: str) -> None:
         """End a request as ``abort``; answers 200 whether or not there is one of this name."""

@@ -113,6 +113,9 @@ class FakeSGLang:
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     def flush_cache(self, body: dict[str, Any]) -> web.Response:
+        if self.faults.get("busy_flushes", 0) > 0:
+            self.faults["busy_flushes"] -= 1
+            return web.Response(text="Flush cache failed.", status=400)
         if self.running and self.may_decode.is_set():
             return web.Response(text="Flush cache failed.", status=400)
         return web.Response(text="Cache flushed.\n")

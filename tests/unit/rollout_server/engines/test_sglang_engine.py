@@ -217,6 +217,16 @@ async def test_a_load_pauses_checks_flushes_and_only_then_names_the_version(tmp_
         assert not (tmp_path / "work" / "weights").exists()
 
 
+async def test_a_server_that_is_not_quite_idle_is_asked_again_to_flush(tmp_path: Path) -> None:
+    """It has sent its last reply, and has not yet counted the request as ended."""
+    async with loaded(tmp_path) as made:
+        pid = (await fake(made, busy_flushes=3))["pid"]
+        before = len(await calls(made))
+        await made.load_weights(snapshot(7, seed=1))
+        assert (await calls(made))[before:].count("flush_cache") == 4
+        assert (await fake(made))["pid"] == pid
+
+
 @pytest.mark.parametrize(
     "faults",
     [
