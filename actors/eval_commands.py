@@ -217,16 +217,19 @@ def _of_this_job(report: EvaluationReport, before: Sequence[EvaluationRow]) -> E
 
     Where all of it was there already, everything is shown.
     """
+    from actors.eval_jobs import BASE_TAG, BASE_TAGS
+    from miniverl_dist.training.eval_stats import STUDENT
+    from miniverl_dist.training.evaluator import DETERMINISTIC_POLICIES
+
     new = [row for row in report.rows if row not in before]
     if not new:
         return report
-    bases = ("before", "warm", "initial")
     rows = tuple(
         row
         for row in report.rows
         if row in new
-        or row.policy in ("null", "oracle")
-        or (row.policy == "student" and row.tag in bases)
+        or row.policy in DETERMINISTIC_POLICIES
+        or (row.policy == STUDENT and row.tag in (*BASE_TAGS, BASE_TAG))
     )
     return report.model_copy(update={"rows": rows})
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 EXPORTS_FOLDER: Final = "exports"
 ENGINES_FOLDER: Final = "engines"
-_BASE_TAG: Final = "initial"
-_BASE_TAGS: Final = ("warm", "before")
+BASE_TAG: Final = "initial"
+BASE_TAGS: Final = ("warm", "before")
 """Rows of a run that show the student before reinforcement learning, the preferred one first."""
 
 
@@ -78,7 +78,7 @@ def row_tag_of(checkpoint: Path | None, config: LoadedConfig) -> str:
         CheckpointError, ChecksumError: the checkpoint is not complete.
     """
     if checkpoint is None:
-        return _BASE_TAG
+        return BASE_TAG
     found = commits.check_files(checkpoint).state.config_digest
     return checkpoint.name if found == config.digest else f"{checkpoint.name}@{found[:8]}"
 
@@ -208,7 +208,7 @@ class EvaluationRun:
         report = read_evaluation(self._run)
         if report is None or deployed_base(report, request) is None:
             base = replace(
-                request, policies=("student",), tag=_BASE_TAG, checkpoint=None, deploy=None
+                request, policies=("student",), tag=BASE_TAG, checkpoint=None, deploy=None
             )
             await EvaluationRun(config, self._run, self._actor, base).measure()
         folder = exported(checkpoint, self._run.path / EXPORTS_FOLDER / request.tag)
@@ -249,7 +249,7 @@ def deployed_tag(request: EvaluationRequest) -> str:
 def deployed_base(report: EvaluationReport, request: EvaluationRequest) -> EvaluationRow | None:
     """The student as this run began with it, at the same horizon; None where it is not measured."""
     students = {row.tag: row for row in report.rows if row.policy == "student"}
-    tags = map(request.row_tag, (*_BASE_TAGS, _BASE_TAG))
+    tags = map(request.row_tag, (*BASE_TAGS, BASE_TAG))
     return next((students[tag] for tag in tags if tag in students), None)
 
 

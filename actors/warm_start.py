@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from actors.student_side import STUDENT_VOCABULARY_FILE
 from actors.teacher_side import TEACHER_FOLDER, TEACHER_SEAL_FILE, TEACHER_VOCABULARY_FILE
-from actors.warm_start_hf import is_adapter, start_files
+from actors.warm_start_hf import ADAPTER_WEIGHTS, HF_WEIGHTS, is_adapter, start_files
 from miniverl_dist.backends.weights_io import (
     MODEL_FILE,
     VOCABULARY_FILE,
@@ -40,12 +40,7 @@ WARM_START_SEAL_FILE: Final = "warm-start.json"
 """Checksums of the weights taken over; written last."""
 PROVENANCE_FILE: Final = "provenance.json"
 _STUDENT_FILES: Final = (MODEL_FILE, VOCABULARY_FILE, WEIGHTS_FILE)
-_WEIGHTS_FILES: Final = (
-    WEIGHTS_FILE,
-    "weights.safetensors",
-    "adapter.safetensors",
-    "adapter_model.safetensors",
-)
+_WEIGHTS_FILES: Final = (WEIGHTS_FILE, *HF_WEIGHTS, ADAPTER_WEIGHTS)
 """Of toy and hf checkpoints, and of an adapter's folder."""
 _ARCHITECTURE: Final = ("num_layers", "hidden_size", "num_heads", "ffn_size")
 _TEACHER_FIELDS: Final = ("tokenizer", "mode", "rendering", "model", "fit")

@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from miniverl_dist.backends.hf import HFBackend
 
 _STUDENT_FILE: Final = "student.json"
-_WEIGHTS: Final = ("weights.safetensors", "adapter.safetensors")
+HF_WEIGHTS: Final = ("weights.safetensors", "adapter.safetensors")
 """Of a checkpoint: all of a student, or its adapter."""
-ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _HINT: Final = "; to start from whole weights, name their folder as student.model.path"
 
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter in the layout of ``peft``."""
-    return (folder / ADAPTER_FILES[0]).is_file()
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def start_files(config: RunConfig, model: HFStudentConfig, folder: Path) -> tuple[str, ...]:
@@ -41,8 +42,8 @@ def start_files(config: RunConfig, model: HFStudentConfig, folder: Path) -> tupl
     """
     if is_adapter(folder):
         _check_adapter(model, folder)
-        return ADAPTER_FILES
-    weights = [name for name in _WEIGHTS if (folder / name).is_file()]
+        return ADAPTER_CONFIG, ADAPTER_WEIGHTS
+    weights = [name for name in HF_WEIGHTS if (folder / name).is_file()]
     if len(weights) != 1 or not (folder / _STUDENT_FILE).is_file():
         raise ConfigError(
             f"student.warm_start: {folder.name} is no checkpoint of an hf student and no folder of "
