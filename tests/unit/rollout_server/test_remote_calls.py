@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from miniverl_dist.generate_api.chat import (
     ChatMessage,
-    ChatToolCall,
     FunctionCall,
 )
 from miniverl_dist.schemas.messages import (
@@ -17,7 +16,6 @@ from miniverl_dist.schemas.messages import (
     ParsedMessage,
     ParseStatus,
     ToolCall,
-    ToolSchema,
 )
 from rollout_server.remote_calls import (
     as_wire_text,
@@ -27,20 +25,7 @@ from rollout_server.remote_calls import (
     without_thinking,
 )
 from rollout_server.tool_calls import parse_qwen_xml, write_qwen_xml
-
-SCHEMAS = {
-    "cd": ToolSchema(
-        name="cd",
-        description="Go.",
-        parameters={"type": "object", "properties": {"folder": {"type": "string"}}},
-    )
-}
-GO = ToolCall(name="cd", arguments={"folder": "a"})
-
-
-def said(name: str | None, arguments: Any, content: str | None = None) -> ChatMessage:
-    call = ChatToolCall(FunctionCall(name, arguments))
-    return ChatMessage(content=content, tool_calls=(call,))
+from tests.support.chat_calls import GO, SCHEMAS, said
 
 
 def nested(levels: int) -> list[Any]:

@@ -28,7 +28,6 @@ from miniverl_dist.schemas.messages import (
     Message,
     ParsedMessage,
     ToolCall,
-    ToolSchema,
 )
 from rollout_server.episode import EpisodePlayer
 from rollout_server.policies import EnginePolicy, Moment
@@ -42,22 +41,10 @@ from rollout_server.remote_policies import (
 from rollout_server.tool_calls import parse_qwen_xml, write_qwen_xml
 from tests.fake_stage import CHAT, ScriptedEnvironment, assignment, stage
 from tests.fakes import ByteTokenizer, FakeClock, PlainChat
+from tests.support.chat_calls import GO, SCHEMAS, said
 
-SCHEMAS = {
-    "cd": ToolSchema(
-        name="cd",
-        description="Go.",
-        parameters={"type": "object", "properties": {"folder": {"type": "string"}}},
-    )
-}
-GO = ToolCall(name="cd", arguments={"folder": "a"})
 CALLED = ChatMessage(tool_calls=(ChatToolCall(FunctionCall("cd", '{"folder": "a"}')),))
 END = CHAT.turn_end_id
-
-
-def said(name: str | None, arguments: Any, content: str | None = None) -> ChatMessage:
-    call = ChatToolCall(FunctionCall(name, arguments))
-    return ChatMessage(content=content, tool_calls=(call,))
 
 
 class Client(ChatClient):
