@@ -4,12 +4,13 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miniverl_dist.alignment.targets import map_top_k, shared_ids
-from miniverl_dist.errors import BatchError
-from miniverl_dist.schemas.targets import NO_TOKEN, TopKTargets
+from miniverl_dist.alignment.targets import shared_ids
+from miniverl_dist.objective.distribution import FullTargets, TopKRows, keep_top_k
+from miniverl_dist.schemas.targets import NO_TOKEN
 from miniverl_dist.tokens.load import load_tokenizer
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
@@ -141,120 +142,61 @@ SHARED = shared_ids(STUDENT, TEACHER, TURN_ENDS)
 COUNTERPART = {i: student_id_of(i, STUDENT, TEACHER, TURN_ENDS) for i in range(TEACHER.vocab_size)}
 
 
-def teacher_rows(
-    seed: int, rows: int, width: int, sharpness: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The top of random distributions over the teacher's vocabulary, most likely first."""
+def teacher_rows(seed: int, rows: int, sharpness: float) -> FullTargets:
+    """Random distributions over the teacher's vocabulary, float64."""
     logits = np.random.default_rng(seed).normal(size=(rows, TEACHER.vocab_size)) * sharpness
-    logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-    entropies = -(np.exp(logprobs) * logprobs).sum(axis=1)
-    ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :width]
-    return ids, np.take_along_axis(logprobs, ids, axis=1), entropies
+    return FullTargets(torch.log_softmax(torch.from_numpy(logits), dim=1))
 
 
 @settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     rows=st.integers(1, 4),
-    width=st.integers(1, 40),
     k=st.integers(1, 12),
-    sharpness=st.floats(0, 40),
+    sharpness=st.floats(0.1, 40),
 )
 def test_every_row_is_the_teachers_distribution_over_shared_tokens(
-    seed: int, rows: int, width: int, k: int, sharpness: float
+    seed: int, rows: int, k: int, sharpness: float
 ) -> None:
-    ids, logprobs, entropies = teacher_rows(seed, rows, width, sharpness)
-    found = map_top_k(ids, logprobs, entropies, SHARED, k)
-    assert found.token_ids.shape == (rows, k)
-    assert np.array_equal(found.entropies, entropies)
-    mass = np.exp(found.logprobs).sum(axis=1) + np.exp(found.tail_logprobs)
-    assert np.abs(mass - 1).max() < 1e-12
+    full = teacher_rows(seed, rows, sharpness)
+    found = keep_top_k(full, k, torch.from_numpy(SHARED))
+    assert found.rows.shape == (rows, k)
     for row in range(rows):
-        kept, tail = map_row(ids[row].tolist(), logprobs[row].tolist(), COUNTERPART, k)
-        real = found.token_ids[row] != NO_TOKEN
-        ours, theirs = found.token_ids[row][real], found.logprobs[row][real]
-        assert dict(zip(ours.tolist(), theirs.tolist(), strict=True)) == kept
-        assert not real[len(kept) :].any()
-        assert ours.tolist() == list(kept)
-        assert np.exp(found.tail_logprobs[row]) == pytest.approx(tail, abs=1e-12)
+        falling = torch.argsort(full.logprobs[row], descending=True, stable=True)
+        kept, tail = map_row(falling.tolist(), full.logprobs[row][falling].tolist(), COUNTERPART, k)
+        assert found.rows[row].tolist() == list(kept)
+        assert found.logprobs[row].tolist() == list(kept.values())
+        assert found.tail_logprobs[row].exp().item() == pytest.approx(tail, abs=1e-12)
 
 
-def test_the_whole_vocabulary_of_one_tokenizer_is_kept_as_it_is() -> None:
-    size = TEACHER.vocab_size
-    ids, logprobs, entropies = teacher_rows(1, 3, size, 3.0)
-    found = map_top_k(ids, logprobs, entropies, shared_ids(TEACHER, TEACHER, None), size)
-    assert np.array_equal(found.token_ids, ids)
-    assert np.array_equal(found.logprobs, logprobs)
-    assert found.tail_logprobs.tolist() == [-np.inf] * 3
-
-
-def row(ids: list[int], masses: list[float], k: int) -> TopKTargets:
-    with np.errstate(divide="ignore"):
-        logprobs = np.log(np.array([masses]))
-    return map_top_k(np.array([ids]), logprobs, np.array([0.5]), SHARED, k)
+def row(masses: dict[int, float], k: int) -> TopKRows:
+    """A distribution of some teacher ids with mass."""
+    logprobs = torch.full((1, TEACHER.vocab_size), -torch.inf, dtype=torch.float64)
+    for token_id, mass in masses.items():
+        logprobs[0, token_id] = np.log(mass)
+    return keep_top_k(FullTargets(logprobs), k, torch.from_numpy(SHARED))
 
 
 YES, PANTOM = id_of(TEACHER, "Yes"), id_of(TEACHER, " Pantom")
 
 
 def test_what_the_student_lacks_is_in_the_tail() -> None:
-    found = row([YES, ord("a"), PANTOM, ord("b"), ord("c")], [0.4, 0.3, 0.1, 0.1, 0.05], 2)
-    assert found.token_ids.tolist() == [[ord("a"), ord("b")]]
-    assert np.exp(found.tail_logprobs) == pytest.approx([0.6])
+    found = row({YES: 0.4, ord("a"): 0.3, PANTOM: 0.1, ord("b"): 0.12, ord("c"): 0.08}, 2)
+    assert found.rows.tolist() == [[ord("a"), ord("b")]]
+    assert found.tail_logprobs.exp().item() == pytest.approx(0.58)
 
 
 def test_a_row_without_a_shared_token_is_all_tail() -> None:
-    found = row([YES, PANTOM], [0.75, 0.25], 3)
-    assert found.token_ids.tolist() == [[NO_TOKEN] * 3]
-    assert found.tail_logprobs.tolist() == [0.0]
+    found = row({YES: 0.75, PANTOM: 0.25}, 3)
+    assert found.rows.tolist() == [[NO_TOKEN] * 3]
+    assert found.tail_logprobs.item() == pytest.approx(0.0, abs=1e-15)
 
 
 def test_a_small_tail_keeps_its_digits() -> None:
     """1 minus the kept mass would be 0 here."""
-    found = row([ord("a"), YES], [1.0, 1e-30], 2)
-    assert found.tail_logprobs == pytest.approx([np.log(1e-30)])
+    found = row({ord("a"): 1.0, YES: 1e-30}, 2)
+    assert found.tail_logprobs.item() == pytest.approx(np.log(1e-30))
 
 
-def test_a_tail_within_rounding_is_none() -> None:
-    assert row([ord("a"), ord("b")], [0.9, 0.1 - 1e-16], 2).tail_logprobs.tolist() == [-np.inf]
-    assert row([ord("a"), ord("b")], [0.9, 0.1 + 1e-6], 2).tail_logprobs.tolist() == [-np.inf]
-    found = row([ord("a"), ord("b")], [0.9, 0.1 - 1e-9], 2)
-    assert np.exp(found.tail_logprobs) == pytest.approx([1e-9], rel=1e-4)
-
-
-def test_tokens_that_are_impossible_or_not_there_are_not_kept() -> None:
-    found = row([ord("a"), ord("b"), NO_TOKEN], [1.0, 0.0, 0.0], 3)
-    assert found.token_ids.tolist() == [[ord("a"), NO_TOKEN, NO_TOKEN]]
-    assert SHARED[NO_TOKEN] >= 0  # where an index of -1 would lead
-    found = row([ord("a"), NO_TOKEN], [0.75, 0.25], 2)
-    assert found.token_ids.tolist() == [[ord("a"), NO_TOKEN]]
-    assert np.exp(found.tail_logprobs) == pytest.approx([0.25])
-
-
-def test_no_rows() -> None:
-    none = np.zeros((0, 4))
-    found = map_top_k(none.astype(np.int64), none, np.zeros(0), SHARED, 2)
-    assert (len(found), found.token_ids.shape) == (0, (0, 2))
-
-
-@pytest.mark.parametrize(
-    ("ids", "masses", "why"),
-    [
-        ([1, 2], [0.4, 0.6], "must fall within a row"),
-        ([1, 2], [0.4, float("nan")], "must fall within a row"),
-        ([1, 1], [0.4, 0.3], "stands twice"),
-        ([1, 100_000], [0.4, 0.3], "its vocabulary has"),
-        ([1, -2], [0.4, 0.3], "its vocabulary has"),
-        ([1, 2], [0.9, 0.3], "expected 1"),
-    ],
-)
-def test_rows_that_contradict_themselves_are_refused(
-    ids: list[int], masses: list[float], why: str
-) -> None:
-    with pytest.raises(BatchError, match=why):
-        row(ids, masses, 2)
-
-
-def test_ids_and_logprobs_go_together() -> None:
-    with pytest.raises(BatchError, match=r"expected \[rows, k\] twice"):
-        map_top_k(np.zeros((1, 2), np.int64), np.zeros((1, 3)), np.zeros(1), SHARED, 2)
+def test_nothing_left_is_no_tail() -> None:
+    assert row({ord("a"): 0.5, ord("b"): 0.5}, 2).tail_logprobs.isneginf().all()
