@@ -27,7 +27,7 @@ from miniverl_dist.generate_api.chat import ChatChoice, ChatClient, ChatReply
 from miniverl_dist.generate_api.client import GenerateClient
 from miniverl_dist.generate_api.wire import GenerateReply, GenerateRequest, SamplingParams
 from miniverl_dist.ports import ChatFormat, WeightSnapshot
-from miniverl_dist.schemas.messages import ToolSchema
+from miniverl_dist.schemas.messages import ParsedMessage, ToolSchema
 from rollout_server.model_names import checked_name, shown_name, shown_names
 from rollout_server.off_loop import OffLoop
 from rollout_server.policies import Moment, Turn
@@ -39,7 +39,7 @@ from rollout_server.remote_calls import (
     tools_history,
     without_thinking,
 )
-from rollout_server.tool_calls import ToolCallParser, ToolCallWriter
+from rollout_server.tool_calls import ToolCallParser, ToolCallWriter, holds_a_call
 
 CallForm = Literal["tools", "text"]
 _ENDPOINT_CHARS = 8
@@ -120,6 +120,9 @@ class ChatPolicy:
         self._client, self._settings, self._chat = client, settings, chat
         self._parse, self._write_calls = parse, write_calls
         self._off_loop = OffLoop(num_threads)
+        self._takes_calls_out = False
+        """The server has sent a structured call: it has a parser, and what that leaves in the text
+        is no call of the model's kind."""
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -131,9 +134,10 @@ class ChatPolicy:
 
         Raises:
             EngineError: a reply that does not tell what the model did. Nobody can score that: a
-                finish that is not known; calls that were announced and not sent, or sent where
-                none were asked for; a turn that a filter has withheld, which is not what the model
-                wrote. A model that declines in its own words has answered.
+                finish that is not known; calls that were announced and not sent, sent where none
+                were asked for, or left in the text by a server that has never taken one out; a turn
+                that a filter has withheld, which is not what the model wrote. A model that declines
+                in its own words has answered.
         """
         schemas = session.call_schemas()
         # Waits for a thread; bounded by the length of an episode.
@@ -170,12 +174,24 @@ class ChatPolicy:
         parsed = None
         if self._settings.form == "tools":
             parsed = read_message(choice.message, is_cut=finish == "length")
+            self._check_taken_out(parsed)
             text = as_wire_text(parsed, self._write_calls)
         else:
             text = without_thinking(choice.message.text)
         ids = tuple(self._chat.tokenizer.encode_bytes(text.encode("utf-8", "replace")))
         end = () if finish == "length" else (self._chat.turn_end_id,)
         return Turn((*ids, *end), None, (), finish, parsed=parsed)
+
+    def _check_taken_out(self, parsed: ParsedMessage) -> None:
+        """Raise ``EngineError`` where the server seems to have no parser for the model's calls."""
+        if parsed.calls:
+            self._takes_calls_out = True
+        elif not self._takes_calls_out and holds_a_call(parsed.text):
+            raise EngineError(
+                f"{self._client.base_url} left a call in the text, and has sent none in "
+                "`tool_calls` so far: start it with the tool-call parser of its model, or use "
+                "--calls text"
+            )
 
     def _finish(self, choice: ChatChoice) -> Literal["turn_end", "length"]:
         """How a turn ended; no reason given counts as ``stop``. Raises ``EngineError``."""

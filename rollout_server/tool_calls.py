@@ -81,6 +81,13 @@ def writer(name: str) -> ToolCallWriter:
     return _lookup(_WRITERS, name)
 
 
+def holds_a_call(text: str) -> bool:
+    """Whether the text holds a well-formed call in any of the wire formats."""
+    return any(
+        call.status is ParseStatus.OK for parse in _PARSERS.values() for call in parse(text).calls
+    )
+
+
 def parse_qwen_xml(text: str, schemas: Schemas | None = None) -> ParsedMessage:
     """Read Qwen's XML calls; see `ToolCallParser`."""
     text = without_surrogates(text)

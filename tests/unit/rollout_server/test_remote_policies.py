@@ -38,7 +38,13 @@ from rollout_server.remote_policies import (
     served_engine,
     served_model,
 )
-from rollout_server.tool_calls import parse_qwen_xml, write_qwen_xml
+from rollout_server.tool_calls import (
+    ToolCallWriter,
+    parse_qwen_xml,
+    write_deepseek,
+    write_hermes_json,
+    write_qwen_xml,
+)
 from tests.fake_stage import CHAT, ScriptedEnvironment, assignment, stage
 from tests.fakes import ByteTokenizer, FakeClock, PlainChat
 from tests.support.chat_calls import GO, SCHEMAS, said
@@ -131,6 +137,32 @@ class TestTurn:
                 [1], ScriptedEnvironment().start("a", prefix_calls=0), MOMENT
             )
         assert str(found.value).isprintable()
+
+    @pytest.mark.parametrize("write", [write_qwen_xml, write_hermes_json, write_deepseek])
+    async def test_a_call_left_in_the_text_is_a_fault_of_a_server_without_a_parser(
+        self, write: ToolCallWriter
+    ) -> None:
+        session = ScriptedEnvironment().start("a", prefix_calls=0)
+        in_text = ChatMessage(content=f"So: {write([GO])}")
+        client = Client(in_text)
+        asked = policy(client)
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"left a call in the text.*--calls text"):
+                await asked.act([1], session, MOMENT)
+        # One that takes calls out has a parser: what it leaves there is what the model got wrong.
+        client.reply = Client(CALLED).reply
+        await asked.act([1], session, MOMENT)
+        client.reply = Client(in_text).reply
+        turn = await asked.act([1], session, MOMENT)
+        assert turn.parsed is not None
+        assert not turn.parsed.calls
+
+    async def test_a_malformed_call_in_the_text_is_the_models(self) -> None:
+        wrong = ChatMessage(content='<tool_call>\n{"name": "cd", "arg\n</tool_call>')
+        turn = await policy(Client(wrong)).act(
+            [1], ScriptedEnvironment().start("a", prefix_calls=0), MOMENT
+        )
+        assert turn.finish == "turn_end"
 
     @pytest.mark.parametrize("finish", ["stop", "tool_calls", "function_call", None, ""])
     @pytest.mark.parametrize(
