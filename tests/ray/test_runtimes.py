@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from tests.support.requirements import require_ray
 
 require_ray()
 
-RECIPE = Path(__file__).parents[1] / "fixtures" / "tiny_bfcl.yaml"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ONE_ACTOR = ("runtime=single_actor", "cluster.student.cpus_per_rank=0.5")
 FRACTIONS = (
     "cluster.student.cpus_per_rank=0.5",
     "cluster.rollout.cpus_per_actor=0.5",
@@ -22,13 +24,13 @@ FRACTIONS = (
     "cluster.teacher.cpus_per_actor=0.5",
 )
 SAME_WHEREVER = ("reward_mean", "reverse_kl_mean", "loss", "grad_norm", "policy_lag_max")
+SAME_OF_THE_LAB = ("loss", "grad_norm", "divergence_mean", "num_target_rows")
 
 
-def run(folder: Path, *overrides: str) -> Path:
-    """Train the tiny recipe for its 3 steps."""
-    summary = launch.train(
-        load_config(RECIPE, overrides), run_dir=folder, progress=SilentProgress()
-    )
+def run(folder: Path, *overrides: str, recipe: str = "tiny_bfcl.yaml") -> Path:
+    """Train a tiny recipe for its 3 steps."""
+    config = load_config(FIXTURES / recipe, overrides)
+    summary = launch.train(config, run_dir=folder, progress=SilentProgress())
     assert (summary.step, summary.policy_version, summary.is_finished) == (3, 6, True)
     return folder
 
@@ -39,10 +41,10 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
-def numbers(folder: Path) -> list[dict[str, float]]:
+def numbers(folder: Path, names: Sequence[str] = SAME_WHEREVER) -> list[dict[str, float]]:
     """What the steps measured, clocks left out."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{name: json.loads(line)[name] for name in SAME_WHEREVER} for line in lines]
+    return [{name: json.loads(line)[name] for name in names} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +55,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("shared_cluster")
 def test_one_actor_gives_the_same_weights(alone: Path, tmp_path: Path) -> None:
-    hosted = run(tmp_path / "run", "runtime=single_actor", "cluster.student.cpus_per_rank=0.5")
+    hosted = run(tmp_path / "run", *ONE_ACTOR)
     assert weights(hosted) == weights(alone)
     assert numbers(hosted) == numbers(alone)
+
+
+@pytest.mark.usefixtures("shared_cluster")
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("objective=offline_kd", "demonstrations={}", "memory.strategy=auto")],
+    ids=["opd", "offline_kd"],
+)
+def test_one_actor_distils_whole_distributions_as_one_process_does(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    inside = run(tmp_path / "inside", *overrides, recipe="tiny_lab.yaml")
+    hosted = run(tmp_path / "hosted", *overrides, *ONE_ACTOR, recipe="tiny_lab.yaml")
+    assert len(weights(inside)) == 2
+    assert weights(hosted) == weights(inside)
+    assert numbers(hosted, SAME_OF_THE_LAB) == numbers(inside, SAME_OF_THE_LAB)
 
 
 @pytest.mark.usefixtures("shared_cluster")
