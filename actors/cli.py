@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from actors.cache_commands import cache
 from actors.compare_command import compare_evals
 from actors.eval_commands import evaluate
+from actors.run_folders import RUNS, free_folder
 from miniverl_dist.errors import ConfigError, MiniverlError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from miniverl_dist.observability.progress import Progress
     from miniverl_dist.training.loop import RunSummary
 
-RUNS: Final = Path("runs")
 EXIT_PROBLEM: Final = 1
 EXIT_ERROR: Final = 2
 EXIT_INTERRUPTED: Final = 130
@@ -102,7 +102,7 @@ def train(
     if warm_start is not None:
         override = [*(override or []), f"student.warm_start={json.dumps(os.fspath(warm_start))}"]
     loaded = _load(config, override)
-    folder = run_dir or _free_folder(loaded.config.name)
+    folder = run_dir or free_folder(loaded.config.name)
     from actors import launch
 
     with _progress(as_json) as progress:
@@ -336,15 +336,6 @@ def _load(config: Path, override: list[str] | None) -> LoadedConfig:
     from miniverl_dist.config.load import load_config
 
     return load_config(config, override or [])
-
-
-def _free_folder(name: str) -> Path:
-    """``runs/<name>``, or the first ``runs/<name>-<n>`` that does not exist yet."""
-    folder, number = RUNS / name, 1
-    while folder.exists():
-        number += 1
-        folder = RUNS / f"{name}-{number}"
-    return folder
 
 
 @contextmanager

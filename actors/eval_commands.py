@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from actors.run_folders import free_folder
 from miniverl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from miniverl_dist.config.load import LoadedConfig
     from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow, TailCalls
 
-RUNS: Final = Path("runs")
 _SETTINGS: Final = ("evaluation.", "rollout.", "deadlines.", "tasks.")
 """Fields of a run that another evaluation may set otherwise."""
 
@@ -301,14 +301,12 @@ def _evaluation_folder(loaded: LoadedConfig) -> Path:
     from miniverl_dist.errors import RecordError
     from miniverl_dist.observability.run_dir import MANIFEST, RunDirectory
 
-    name = f"{loaded.config.name}-eval"
-    folder, number = RUNS / name, 1
-    while folder.exists():
+    def is_the_same(folder: Path) -> bool:
         try:
-            if RunDirectory(folder, None).read_json(MANIFEST)["config_digest"] == loaded.digest:
-                return folder
+            return bool(
+                RunDirectory(folder, None).read_json(MANIFEST)["config_digest"] == loaded.digest
+            )
         except (RecordError, KeyError):
-            pass  # not an evaluation that can be gone on with
-        number += 1
-        folder = RUNS / f"{name}-{number}"
-    return folder
+            return False  # not an evaluation that can be gone on with
+
+    return free_folder(f"{loaded.config.name}-eval", goes_on=is_the_same)
