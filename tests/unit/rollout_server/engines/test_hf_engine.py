@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 from transformers import MambaConfig, Qwen3_5MoeConfig, Qwen3Config
 
 from miniverl_dist.backends.vocabulary import FullVocabulary
-from miniverl_dist.errors import ConfigError, EngineError, GenerateApiError, PublishError
-from miniverl_dist.generate_api.wire import GenerateReply, GenerateRequest, WeightVersion
+from miniverl_dist.errors import ConfigError, GenerateApiError
+from miniverl_dist.generate_api.wire import GenerateReply, GenerateRequest
 from miniverl_dist.schemas.weights import weights_checksum
-from rollout_server.engines.base import Engine
 from rollout_server.engines.hf import HFEngine
 from tests.support.tiny_hf import (
     ARCHITECTURES,
@@ -40,27 +38,6 @@ each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def ask(made: HFEngine, wanted: GenerateRequest, delay_s: float = 0.0) -> GenerateReply:
     await asyncio.sleep(delay_s)
     return await made.generate(wanted)
-
-
-async def test_a_reply_holds_what_the_contract_says() -> None:
-    made: Engine = await loaded_engine()
-    assert (made.name, made.weight_version) == ("hf-0", 1)
-    [prompt] = hf_prompts(0, [20])
-    reply = await made.generate(request(prompt))
-    meta = reply.meta_info
-    assert len(reply.output_ids) == meta.completion_tokens == 12
-    assert set(reply.output_ids) <= set(VOCABULARY.ids.tolist())
-    assert meta.prompt_tokens == 20
-    assert meta.finish_reason is not None
-    assert (meta.finish_reason.type, meta.finish_reason.length) == ("length", 12)
-    assert (meta.weight_version, meta.weight_versions) == ("1", (WeightVersion("1", 0, 12),))
-    assert meta.output_token_logprobs is not None
-    assert [entry[1] for entry in meta.output_token_logprobs] == list(reply.output_ids)
-    assert meta.e2e_latency is not None
-    assert msgspec.json.decode(msgspec.json.encode(reply), type=GenerateReply) == reply
-    quiet = msgspec.structs.replace(request(prompt), return_logprob=False, rid="mine")
-    reply = await made.generate(quiet)
-    assert (reply.meta_info.output_token_logprobs, reply.meta_info.id) == (None, "mine")
 
 
 @each_architecture
@@ -190,67 +167,12 @@ async def test_old_caches_make_room_for_new_ones() -> None:
     assert (await made.generate(request(first))).meta_info.cached_tokens == 0
 
 
-async def test_a_stop_token_ends_the_reply_and_stays_in_it() -> None:
-    made = await loaded_engine()
-    [prompt] = hf_prompts(7, [10])
-    free = await made.generate(request(prompt, 3))
-    stop = free.output_ids[5]
-    first = free.output_ids.index(stop)
-    # An id that the model cannot sample may stand among the stops.
-    reply = await made.generate(request(prompt, 3, stop=(stop, 999_999)))
-    assert reply.output_ids == free.output_ids[: first + 1]
-    assert reply.meta_info.finish_reason is not None
-    assert reply.meta_info.finish_reason.type == "stop"
-    assert reply.meta_info.finish_reason.matched == stop
-
-
-@pytest.mark.parametrize(("asked", "limit"), [(24, 24), (10_000, 200)])
-async def test_generation_ends_where_the_context_does(asked: int, limit: int) -> None:
-    """The engine's context or the model's own, whichever is shorter."""
-    made = await loaded_engine(max_context_tokens=asked)
-    reply = await made.generate(request(hf_prompts(8, [limit - 4])[0], max_new_tokens=100))
-    assert reply.meta_info.finish_reason is not None
-    assert reply.meta_info.finish_reason.type == "length"
+async def test_the_models_own_context_may_be_the_shorter_one() -> None:
+    made = await loaded_engine(max_context_tokens=10_000)
+    reply = await made.generate(request(hf_prompts(8, [196])[0], max_new_tokens=100))
     assert len(reply.output_ids) == 4
-    for length in (0, limit):
-        expected = f"prompt of {length} tokens.*1 to {limit - 1} tokens"
-        with pytest.raises(GenerateApiError, match=expected):
-            await made.generate(request(hf_prompts(8, [length])[0]))
-
-
-async def test_requests_it_cannot_serve_are_refused() -> None:
-    made = await loaded_engine()
-    [prompt] = hf_prompts(9, [5])
-    with pytest.raises(GenerateApiError, match="input_ids: token id 11 at position 1"):
-        await made.generate(request([10, 11]))
-    with pytest.raises(GenerateApiError, match=r"temperature is -1"):
-        await made.generate(request(prompt, temperature=-1.0))
-    for field in ("logprob_start_len", "top_logprobs_num"):
-        scoring = msgspec.structs.replace(request(prompt), **{field: 2})
-        with pytest.raises(GenerateApiError, match="score inputs with a teacher server"):
-            await made.generate(scoring)
-    assert len((await made.generate(request(prompt))).output_ids) == 12
-
-
-async def test_the_seed_decides_and_none_is_fresh() -> None:
-    made = await loaded_engine()
-    [prompt] = hf_prompts(10, [10])
-    replies = [await made.generate(request(prompt, seed)) for seed in (1, 1, 2, None, None)]
-    ids = [reply.output_ids for reply in replies]
-    assert ids[0] == ids[1]
-    assert len(set(ids)) == 4
-
-
-async def test_more_requests_than_slots_are_served_in_order() -> None:
-    made = await loaded_engine(batch_slots=2)
-    ended: list[int] = []
-
-    async def count(index: int) -> None:
-        await made.generate(request(hf_prompts(index, [5])[0], max_new_tokens=6))
-        ended.append(index)
-
-    await asyncio.gather(*(count(index) for index in range(7)))
-    assert ended == list(range(7))
+    with pytest.raises(GenerateApiError, match=r"prompt of 200 tokens.*1 to 199 tokens"):
+        await made.generate(request(hf_prompts(8, [200])[0]))
 
 
 async def test_other_tasks_run_during_a_single_forward_pass() -> None:
@@ -261,23 +183,6 @@ async def test_other_tasks_run_during_a_single_forward_pass() -> None:
         turns += 1
         await asyncio.sleep(0)
     assert turns > 50
-
-
-async def test_a_cancelled_request_frees_its_slot() -> None:
-    made = await loaded_engine(batch_slots=1)
-    [prompt] = hf_prompts(12, [10])
-    tasks = [
-        asyncio.create_task(made.generate(request(prompt, max_new_tokens=100))) for _ in range(3)
-    ]
-    await decoded(made, 3)
-    tasks[0].cancel()  # running
-    tasks[1].cancel()  # waiting
-    reply = await tasks[2]
-    assert len(reply.output_ids) == 100
-    assert [task.cancelled() for task in tasks] == [True, True, False]
-    # Neither was decoded any further: some tokens of the first, 99 of the third.
-    assert made.counters.num_decoded_tokens < 120
-    check_reply(plain_model("qwen3"), request(prompt, max_new_tokens=100), reply)
 
 
 async def test_the_last_request_leaves_nothing_in_the_batch() -> None:
@@ -291,27 +196,6 @@ async def test_the_last_request_leaves_nothing_in_the_batch() -> None:
         if not made.num_rows:
             return
     pytest.fail("a cancelled request still holds its row")
-
-
-async def test_closing_aborts_what_runs_and_what_waits() -> None:
-    made = await loaded_engine(batch_slots=1)
-    [prompt] = hf_prompts(13, [10])
-    tasks = [
-        asyncio.create_task(made.generate(request(prompt, max_new_tokens=100))) for _ in range(2)
-    ]
-    await decoded(made, 4)
-    await made.close()
-    replies = await asyncio.gather(*tasks)
-    for reply in replies:
-        assert reply.meta_info.finish_reason is not None
-        assert reply.meta_info.finish_reason.type == "abort"
-    assert 0 < len(replies[0].output_ids) < 100
-    assert replies[1].output_ids == replies[1].meta_info.weight_versions == ()
-    await made.close()
-    with pytest.raises(EngineError, match="is closed"):
-        await made.generate(request(prompt))
-    with pytest.raises(PublishError, match="is closed"):
-        await made.load_weights(snapshot("qwen3"))
 
 
 def test_making_an_engine_draws_no_numbers_of_others() -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,15 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miniverl_dist.backends.toy_model import ToyModel
-from miniverl_dist.errors import EngineError, GenerateApiError
 from miniverl_dist.generate_api.wire import (
-    GenerateReply,
     GenerateRequest,
     SamplingParams,
-    WeightVersion,
 )
 from miniverl_dist.schemas.batch import TrainBatch
-from rollout_server.engines.base import Engine
 from rollout_server.engines.toy import ToyEngine
 from tests.support.toy import (
     VOCABULARY_IDS,
@@ -33,71 +28,9 @@ from tests.support.toy import (
     tiny_backend,
     tiny_config,
 )
-from tests.support.toy_engine import engine, prompts, sampled, steps, weights
+from tests.support.toy_engine import engine, prompts, sampled, weights
 
 ROOT = Path(__file__).resolve().parents[4]
-
-
-async def test_a_reply_holds_what_the_contract_says() -> None:
-    made: Engine = await engine()
-    assert (made.name, made.weight_version) == ("toy-0", 1)
-    [prompt] = prompts(0, [20])
-    reply = await made.generate(request(prompt))
-    meta = reply.meta_info
-    assert len(reply.output_ids) == meta.completion_tokens == 12
-    assert set(reply.output_ids) <= set(VOCABULARY_IDS)
-    assert meta.prompt_tokens == 20
-    assert meta.finish_reason is not None
-    assert (meta.finish_reason.type, meta.finish_reason.length) == ("length", 12)
-    assert (meta.weight_version, meta.weight_versions) == ("1", (WeightVersion("1", 0, 12),))
-    assert meta.output_token_logprobs is not None
-    assert [entry[1] for entry in meta.output_token_logprobs] == list(reply.output_ids)
-    assert all(entry[0] is not None and entry[0] < 0 for entry in meta.output_token_logprobs)
-    assert meta.e2e_latency is not None
-    assert msgspec.json.decode(msgspec.json.encode(reply), type=GenerateReply) == reply
-    quiet = msgspec.structs.replace(request(prompt), return_logprob=False, rid="mine")
-    reply = await made.generate(quiet)
-    assert (reply.meta_info.output_token_logprobs, reply.meta_info.id) == (None, "mine")
-
-
-async def test_a_stop_token_ends_the_reply_and_stays_in_it() -> None:
-    made = await engine()
-    [prompt] = prompts(1, [10])
-    free = await made.generate(request(prompt, 3))
-    stop = free.output_ids[5]
-    first = free.output_ids.index(stop)
-    # An id that the model cannot sample may stand among the stops.
-    reply = await made.generate(request(prompt, 3, stop=(stop, 999_999)))
-    assert reply.output_ids == free.output_ids[: first + 1]
-    assert reply.meta_info.finish_reason is not None
-    assert reply.meta_info.finish_reason.type == "stop"
-    assert reply.meta_info.finish_reason.matched == stop
-    assert reply.meta_info.output_token_logprobs is not None
-    assert len(reply.meta_info.output_token_logprobs) == first + 1
-
-
-async def test_generation_ends_where_the_context_does() -> None:
-    made = await engine(max_context_tokens=24)
-    reply = await made.generate(request(prompts(2, [20])[0], max_new_tokens=100))
-    assert reply.meta_info.finish_reason is not None
-    assert reply.meta_info.finish_reason.type == "length"
-    assert len(reply.output_ids) == 4
-    for length in (0, 24):
-        with pytest.raises(GenerateApiError, match=f"prompt of {length} tokens.*1 to 23 tokens"):
-            await made.generate(request(prompts(2, [length])[0]))
-
-
-async def test_requests_it_cannot_serve_are_refused() -> None:
-    made = await engine()
-    [prompt] = prompts(3, [5])
-    with pytest.raises(GenerateApiError, match="input_ids: token id 11 at position 1"):
-        await made.generate(request([10, 11]))
-    with pytest.raises(GenerateApiError, match=r"temperature is -1"):
-        await made.generate(request(prompt, temperature=-1.0))
-    for field in ("logprob_start_len", "top_logprobs_num"):
-        scoring = msgspec.structs.replace(request(prompt), **{field: 2})
-        with pytest.raises(GenerateApiError, match="score inputs with a teacher server"):
-            await made.generate(scoring)
 
 
 @settings(deadline=None, max_examples=10)
@@ -130,15 +63,6 @@ def test_an_episode_is_the_same_alone_and_in_company(seed: int, slots: int, turn
                 assert await play(alone, index) == replies
 
     asyncio.run(compare())
-
-
-async def test_the_seed_decides_and_none_is_fresh() -> None:
-    made = await engine()
-    [prompt] = prompts(5, [10])
-    replies = [await made.generate(request(prompt, seed)) for seed in (1, 1, 2, None, None)]
-    ids = [reply.output_ids for reply in replies]
-    assert ids[0] == ids[1]
-    assert len(set(ids)) == 4
 
 
 async def test_greedy_decoding_follows_the_training_forward() -> None:
@@ -221,18 +145,6 @@ async def test_a_cache_outlives_its_request_until_its_slot_is_needed() -> None:
     assert gone.meta_info.cached_tokens == 0
 
 
-async def test_more_requests_than_slots_are_served_in_order() -> None:
-    made = await engine(batch_slots=2)
-    ended: list[int] = []
-
-    async def ask(index: int) -> None:
-        await made.generate(request(prompts(index, [5])[0], max_new_tokens=6))
-        ended.append(index)
-
-    await asyncio.gather(*(ask(index) for index in range(7)))
-    assert ended == list(range(7))
-
-
 async def test_other_tasks_run_while_it_decodes() -> None:
     made = await engine()
     turns = 0
@@ -241,42 +153,6 @@ async def test_other_tasks_run_while_it_decodes() -> None:
         turns += 1
         await asyncio.sleep(0)
     assert turns > 50
-
-
-async def test_a_cancelled_request_frees_its_slot() -> None:
-    made = await engine(batch_slots=1)
-    [prompt] = prompts(16, [10])
-    tasks = [
-        asyncio.create_task(made.generate(request(prompt, max_new_tokens=100))) for _ in range(3)
-    ]
-    await steps(made, 3)
-    tasks[0].cancel()  # running
-    tasks[1].cancel()  # waiting
-    reply = await tasks[2]
-    assert len(reply.output_ids) == 100
-    assert tasks[0].cancelled()
-    assert tasks[1].cancelled()
-    # Neither was decoded any further: 2 tokens of the first, 99 of the third.
-    assert made.counters.num_decoded_tokens < 105
-
-
-async def test_closing_aborts_what_runs_and_what_waits() -> None:
-    made = await engine(batch_slots=1)
-    [prompt] = prompts(17, [10])
-    tasks = [
-        asyncio.create_task(made.generate(request(prompt, max_new_tokens=100))) for _ in range(2)
-    ]
-    await steps(made, 4)
-    await made.close()
-    replies = await asyncio.gather(*tasks)
-    for reply in replies:
-        assert reply.meta_info.finish_reason is not None
-        assert reply.meta_info.finish_reason.type == "abort"
-    assert 0 < len(replies[0].output_ids) < 100
-    assert replies[1].output_ids == replies[1].meta_info.weight_versions == ()
-    await made.close()
-    with pytest.raises(EngineError, match="is closed"):
-        await made.generate(request(prompt))
 
 
 async def test_sampling_parameters_reach_the_sampler() -> None:
