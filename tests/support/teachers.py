@@ -8,16 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miniverl_dist.errors import RequestRejectedError
-from miniverl_dist.schemas.trajectory import (
-    SamplingRecord,
-    Span,
-    SpanKind,
-    Termination,
-    Trajectory,
-    mask_from_spans,
-)
+from miniverl_dist.schemas.trajectory import Span, SpanKind, Trajectory
 from teacher_server.client import TeacherIdentity
 from teacher_server.rendering import RenderedSpan, TeacherRendering
+from tests.support.bare_trajectory import bare_trajectory
 
 IDENTITY = TeacherIdentity(teacher_id="teacher", tokenizer_fingerprint="f" * 64)
 
@@ -38,29 +32,12 @@ def trajectory(
             weight_versions=versions,
         ),
     )
-    mask = mask_from_spans(spans, num_tokens)
-    return Trajectory(
-        trajectory_id=name,
-        group_id="g",
-        task_id="task",
+    return bare_trajectory(
+        name,
+        range(num_tokens),
+        spans,
         environment="calculator",
-        prefix_calls=0,
-        tail_calls=1,
         tokenizer_fingerprint="s" * 64,
-        token_ids=tuple(range(num_tokens)),
-        spans=spans,
-        loss_mask=tuple(mask),
-        rollout_logprobs=[-0.5 if is_sampled else None for is_sampled in mask],  # type: ignore[arg-type]
-        messages=(),
-        tool_calls=(),
-        exec_successes=(),
-        reward=0.0,
-        reward_parts={},
-        passed=False,
-        verdict={},
-        termination=Termination.FINAL_ANSWER,
-        sampling=SamplingRecord(temperature=1.0, max_new_tokens=8),
-        seed=0,
     )
 
 

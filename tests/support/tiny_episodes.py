@@ -9,19 +9,13 @@ import pytest
 
 from miniverl_dist.ports import ChatFormat
 from miniverl_dist.schemas.messages import Message, ToolSchema
-from miniverl_dist.schemas.trajectory import (
-    SamplingRecord,
-    Span,
-    SpanKind,
-    Termination,
-    Trajectory,
-    mask_from_spans,
-)
+from miniverl_dist.schemas.trajectory import Span, SpanKind, Trajectory
 from rollout_server.chat_format import Qwen36ChatFormat
 from rollout_server.policies import Turn
 from rollout_server.transcript import Transcript
 from teacher_server.rendering import DeepSeekV4ChatFormat, TeacherRendering
 from tests.reference.tiny_tokenizer import deepseek_like, qwen_like
+from tests.support.bare_trajectory import bare_trajectory
 
 pytest.importorskip("tokenizers")
 
@@ -63,28 +57,13 @@ def record(
     messages: tuple[Message, ...],
     logprobs: list[float],
 ) -> Trajectory:
-    return Trajectory(
-        trajectory_id="t",
-        group_id="g",
-        task_id="task",
-        environment="none",
-        prefix_calls=0,
-        tail_calls=1,
+    return bare_trajectory(
+        "t",
+        ids,
+        spans,
         tokenizer_fingerprint=STUDENT.fingerprint,
-        token_ids=ids,
-        spans=spans,
-        loss_mask=tuple(mask_from_spans(spans, len(ids))),
-        rollout_logprobs=logprobs,  # type: ignore[arg-type]
+        rollout_logprobs=logprobs,
         messages=messages,
-        tool_calls=(),
-        exec_successes=(),
-        reward=0.0,
-        reward_parts={},
-        passed=False,
-        verdict={},
-        termination=Termination.FINAL_ANSWER,
-        sampling=SamplingRecord(temperature=1.0, max_new_tokens=8),
-        seed=0,
     )
 
 

@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 
 from miniverl_dist.config.lab import SelectionConfig
 from miniverl_dist.errors import BatchError
-from miniverl_dist.schemas.trajectory import (
-    SamplingRecord,
-    Span,
-    SpanKind,
-    Termination,
-    Trajectory,
-    mask_from_spans,
-)
+from miniverl_dist.schemas.trajectory import Span, SpanKind, Trajectory
 from miniverl_dist.selection import select
+from tests.support.bare_trajectory import bare_trajectory
 
 KINDS = (
     SpanKind.USER,
@@ -51,30 +45,7 @@ def episode(name: str = "000003.0/1", span_tokens: int = 8) -> Trajectory:
         )
         for number, kind in enumerate(KINDS)
     )
-    mask = mask_from_spans(spans, spans[-1].end)
-    return Trajectory(
-        trajectory_id=name,
-        group_id="g",
-        task_id="task",
-        environment="none",
-        prefix_calls=0,
-        tail_calls=1,
-        tokenizer_fingerprint="f",
-        token_ids=tuple(range(len(mask))),
-        spans=spans,
-        loss_mask=tuple(mask),
-        rollout_logprobs=[-1.0 if sampled else None for sampled in mask],  # type: ignore[arg-type]
-        messages=(),
-        tool_calls=(),
-        exec_successes=(),
-        reward=0.0,
-        reward_parts={},
-        passed=False,
-        verdict={},
-        termination=Termination.FINAL_ANSWER,
-        sampling=SamplingRecord(temperature=1.0, max_new_tokens=8),
-        seed=0,
-    )
+    return bare_trajectory(name, range(spans[-1].end), spans)
 
 
 def candidates(trajectory: Trajectory) -> np.ndarray:

@@ -10,31 +10,16 @@ import pytest
 from miniverl_dist.config.arms import BenchmarkConfig
 from miniverl_dist.lab.arms import Measured, PlannedRun, RunOutcome, summarise
 from scripts import evidence
+from tests.support.arms import MEASURED
 
 SEEDS = (11, 12, 13)
-BASE = Measured(
-    pass_rate_start=None,
-    reward_start=None,
-    pass_rate=0.5,
-    reward=0.6,
-    num_eval_episodes=208,
-    sampled_groups=192,
-    sampled_episodes=1536,
-    zero_variance="keep",
-    zero_variance_groups=48,
-    refilled_groups=0,
-    sampled_tokens=40_000,
-    optimizer_steps=96,
-    teacher_scored_tokens=0,
-    start_sha256="a",
-)
 
 
 def store(
     output: Path,
     plan: str,
     arms: Mapping[str, tuple[float, float, float]],
-    measured: Measured = BASE,
+    measured: Measured = MEASURED,
 ) -> None:
     """A plan's results: pass rates of each arm over the seeds."""
     config = BenchmarkConfig.model_validate(
@@ -114,14 +99,14 @@ def test_demonstrations_match_in_all_but_what_is_sampled(
     changed: dict[str, object], verdict: str, tmp_path: Path
 ) -> None:
     store(tmp_path, evidence.CALCULATOR, {"grpo": RATES, "grpo_opd": RATES})
-    store(tmp_path, evidence.CALCULATOR_SFT, {"sft": BETTER}, BASE.model_copy(update=changed))
+    store(tmp_path, evidence.CALCULATOR_SFT, {"sft": BETTER}, MEASURED.model_copy(update=changed))
     text = evidence.document(tmp_path)
     assert row(text, "calculator: SFT beside GRPO alone")[4].startswith(verdict)
 
 
 def test_arms_that_sample_must_sample_equally_much(tmp_path: Path) -> None:
     store(tmp_path, evidence.CROSS, {"grpo": RATES})
-    fewer = BASE.model_copy(update={"sampled_episodes": 768})
+    fewer = MEASURED.model_copy(update={"sampled_episodes": 768})
     store(tmp_path, evidence.SAME, {"grpo_opd": BETTER}, fewer)
     text = evidence.document(tmp_path)
     assert row(text, "same tokenizer, dense, groups of 8")[4].startswith("not comparable")

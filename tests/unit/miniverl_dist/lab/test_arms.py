@@ -21,7 +21,6 @@ from miniverl_dist.errors import ConfigError
 from miniverl_dist.lab.arms import (
     COLD_START,
     BenchmarkReport,
-    Measured,
     PlannedRun,
     RunOutcome,
     check_matched,
@@ -33,26 +32,11 @@ from miniverl_dist.lab.arms import (
     t_quantile,
 )
 from miniverl_dist.lab.arms_table import NO_CLAIM, markdown, verdict
+from tests.support.arms import MEASURED
 
 RECIPE = Path(__file__).resolve().parents[3] / "fixtures" / "tiny_bfcl.yaml"
 PLANS = Path(__file__).resolve().parents[4] / "configs" / "benchmarks"
 SEEDS = (4, 9, 12)
-BASE = Measured(
-    pass_rate_start=0.3,
-    reward_start=0.4,
-    pass_rate=0.5,
-    reward=0.6,
-    num_eval_episodes=208,
-    sampled_groups=192,
-    sampled_episodes=1536,
-    zero_variance="keep",
-    zero_variance_groups=7,
-    refilled_groups=0,
-    sampled_tokens=40_000,
-    optimizer_steps=96,
-    teacher_scored_tokens=0,
-    start_sha256="a",
-)
 
 
 def plan(**fields: object) -> BenchmarkConfig:
@@ -73,7 +57,7 @@ def finished(arm: str, seed: int, **fields: object) -> RunOutcome:
         run=PlannedRun(arm=arm, seed=seed),
         status="finished",
         cpu_seconds=10.0,
-        measured=BASE.model_copy(update=fields),
+        measured=MEASURED.model_copy(update=fields),
     )
 
 
@@ -120,8 +104,8 @@ def test_one_seed_has_a_mean_and_no_interval_and_no_seed_has_nothing() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=8), st.floats(-0.5, 0.5))
 def test_pairing_takes_out_what_the_seeds_share(shared: list[float], shift: float) -> None:
-    ours = {s: BASE.model_copy(update={"pass_rate": v + shift}) for s, v in enumerate(shared)}
-    theirs = {s: BASE.model_copy(update={"pass_rate": v}) for s, v in enumerate(shared)}
+    ours = {s: MEASURED.model_copy(update={"pass_rate": v + shift}) for s, v in enumerate(shared)}
+    theirs = {s: MEASURED.model_copy(update={"pass_rate": v}) for s, v in enumerate(shared)}
     found = paired_difference("a", ours, "b", theirs)
     assert found is not None
     assert found.pass_rate.mean == pytest.approx(shift, abs=1e-9)
@@ -129,12 +113,12 @@ def test_pairing_takes_out_what_the_seeds_share(shared: list[float], shift: floa
 
 
 def test_only_seeds_that_both_have_finished_are_compared() -> None:
-    ours = {1: BASE, 2: BASE.model_copy(update={"pass_rate": 0.9})}
-    found = paired_difference("a", ours, "b", {2: BASE, 3: BASE})
+    ours = {1: MEASURED, 2: MEASURED.model_copy(update={"pass_rate": 0.9})}
+    found = paired_difference("a", ours, "b", {2: MEASURED, 3: MEASURED})
     assert found is not None
     assert found.pass_rate.num_seeds == 1
     assert found.pass_rate.mean == pytest.approx(0.4)
-    assert paired_difference("a", {1: BASE}, "b", {2: BASE}) is None
+    assert paired_difference("a", {1: MEASURED}, "b", {2: MEASURED}) is None
 
 
 @pytest.mark.parametrize(
