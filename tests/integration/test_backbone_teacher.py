@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.cli import app
+from tests.support.cli import call
 from tests.support.hf_run import qwen_folder, tokenizer_folder
 
 RECIPE = """\
@@ -41,14 +42,6 @@ checkpoint: {every_n_steps: 1}
 SAMPLED = "opd: {coef: 1.0}\n"
 WHOLE = "distill: {divergence: reverse_kl, support: exact_full_vocab}\n"
 NAMES = {SAMPLED: "reverse_kl_mean", WHOLE: "distill_loss"}
-
-
-def call(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from actors.cli import app
+from tests.support.cli import call
 
 pytestmark = [pytest.mark.bfcl, pytest.mark.tokenizers]
 
@@ -24,14 +23,6 @@ loop: {num_steps: 1, num_groups: 1, group_size: 2}
 evaluation: {before: false, after: true, episodes_per_task: 1}
 checkpoint: {every_n_steps: 1}
 """
-
-
-def call(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from actors.cli import app
 from miniverl_dist.tokens.load import load_tokenizer
+from tests.support.cli import call
 
 pytestmark = [pytest.mark.bfcl, pytest.mark.tokenizers]
 
@@ -45,14 +46,6 @@ loop: {num_steps: 2, num_groups: 1, group_size: 2}
 evaluation: {before: false, after: false, baselines: []}
 checkpoint: {every_n_steps: 1}
 """
-
-
-def call(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
 
 
 def tiny_qwen(folder: Path) -> Path:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from actors.cli import app
+from tests.support.cli import invoke
 from tests.support.hf_run import qwen_folder, tokenizer_folder
 
 RECIPE = """\
@@ -51,13 +50,6 @@ def recipe(root: Path, term: str) -> Path:
     return root / "run.yaml"
 
 
-def call(*arguments: object) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -73,7 +65,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     ids=["sampled", "top_k", "swapped", "exact"],
 )
 def test_the_first_step_finds_no_difference(term: str, name: str, tmp_path: Path) -> None:
-    trained = call("train", recipe(tmp_path, term), "--run-dir", tmp_path / "run", "--json")
+    trained = invoke("train", recipe(tmp_path, term), "--run-dir", tmp_path / "run", "--json")
     assert trained.exit_code == 0, trained.stderr
     (first,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert abs(first[name]) < 1e-5
@@ -92,7 +84,7 @@ def test_a_damaged_folder_is_refused_before_a_run_directory_exists(
     damaged(tmp_path / name)
     start = ("train", run, "--run-dir", tmp_path / "run")
     for command in (("plan", run), ("validate", run), start):
-        found = call(*command)
+        found = invoke(*command)
         assert found.exit_code == 2
         assert f"{name}: model.safetensors is damaged: it has" in found.stderr
     assert not (tmp_path / "run").exists()
@@ -100,13 +92,13 @@ def test_a_damaged_folder_is_refused_before_a_run_directory_exists(
 
 def test_another_teacher_is_refused_at_a_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trained = call("train", recipe(tmp_path, SAMPLED), "--run-dir", run, "--json")
+    trained = invoke("train", recipe(tmp_path, SAMPLED), "--run-dir", run, "--json")
     assert trained.exit_code == 0, trained.stderr
-    again = call("resume", run)
+    again = invoke("resume", run)
     assert again.exit_code == 0, again.stderr
     weights = tmp_path / "teacher" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
-    changed = call("resume", run)
+    changed = invoke("resume", run)
     assert changed.exit_code == 2
     assert "teacher.model.path" in changed.stderr
     assert "has changed since the run was started" in changed.stderr
@@ -114,7 +106,7 @@ def test_another_teacher_is_refused_at_a_resume(tmp_path: Path) -> None:
 
 def test_a_recipe_is_valid_where_its_models_are_not(tmp_path: Path) -> None:
     run = recipe(tmp_path, SAMPLED)
-    assert call("validate", run).stdout.endswith("strictly on-policy, 2 model folders\n")
+    assert invoke("validate", run).stdout.endswith("strictly on-policy, 2 model folders\n")
     for name in ("base", "teacher"):
         shutil.rmtree(tmp_path / name)
-    assert call("validate", run).stdout.endswith("strictly on-policy\n")
+    assert invoke("validate", run).stdout.endswith("strictly on-policy\n")

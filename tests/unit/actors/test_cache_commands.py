@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from actors import cache_commands
-from actors.cli import app
 from miniverl_dist.lab.cache_files import read_index
 from miniverl_dist.lab.teacher_cache import TeacherCache
 from miniverl_dist.observability.run_dir import RunDirectory
+from tests.support.cli import outcome
 from tests.support.sample_run import write_run
 from tests.support.stored_targets import filled
 
@@ -38,10 +37,7 @@ def run(tmp_path: Path) -> Path:
 
 def call(*arguments: object) -> tuple[int, str, str]:
     """Exit code, stdout, stderr of `miniverl-dist cache` in this process."""
-    result = CliRunner().invoke(app, ["cache", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return outcome("cache", *arguments)
 
 
 def flip(path: Path, where: int) -> None:

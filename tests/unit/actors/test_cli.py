@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from actors.cli import app
+from tests.support.cli import outcome
 from tests.support.sample_run import write_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,14 +31,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_run(tmp_path)
 
 
-def call(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr of a command in this process."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 def python(code: str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -54,7 +45,7 @@ def python(code: str, *arguments: object, cwd: Path = ROOT) -> subprocess.Comple
 class TestErrors:
     def test_one_line_and_exit_code_2(self, run: Path) -> None:
         del run
-        assert call("show-config", "nix.yaml") == (
+        assert outcome("show-config", "nix.yaml") == (
             2,
             "",
             "error: cannot read recipe nix.yaml: No such file or directory\n",
@@ -62,22 +53,22 @@ class TestErrors:
 
     def test_an_unknown_key_leaves_nothing_behind(self, run: Path) -> None:
         before = sorted(run.parent.iterdir())
-        code, out, err = call("train", "sample.yaml", "-o", "optim.lrr=1")
+        code, out, err = outcome("train", "sample.yaml", "-o", "optim.lrr=1")
         assert (code, out) == (2, "")
         assert err == ("error: override optim.lrr=1: optim.lrr: unknown key; did you mean `lr`?\n")
         assert sorted(run.parent.iterdir()) == before
 
     def test_a_contradictory_recipe_leaves_nothing_behind(self, run: Path) -> None:
         before = sorted(run.parent.iterdir())
-        code, _, err = call("train", "sample.yaml", "-o", "objective=grpo_opd")
+        code, _, err = outcome("train", "sample.yaml", "-o", "objective=grpo_opd")
         assert code == 2
         assert err == "error: sample.yaml: objective grpo_opd needs a `teacher` section\n"
         assert sorted(run.parent.iterdir()) == before
 
     def test_unknown_commands_and_missing_arguments(self) -> None:
-        assert call("bogus")[0] == 2
-        assert call("eval", "x.yaml")[0] == 2
-        assert call("eval", "x.yaml", "--policy", "nobody")[0] == 2
+        assert outcome("bogus")[0] == 2
+        assert outcome("eval", "x.yaml")[0] == 2
+        assert outcome("eval", "x.yaml", "--policy", "nobody")[0] == 2
 
     def test_an_interrupt_is_130_and_an_unexpected_error_a_traceback(self) -> None:
         code = """
@@ -137,7 +128,7 @@ print("HEAVY", sorted(heavy & set(sys.modules)))
             assert "Usage" in result.stdout
 
     def test_a_bare_call_shows_the_help(self) -> None:
-        _, out, err = call()
+        _, out, err = outcome()
         assert "validate" in out + err
 
     @pytest.mark.parametrize(
@@ -173,28 +164,28 @@ print("HEAVY", sorted(heavy & set(sys.modules)))
 class TestCommands:
     def test_show_config_prints_both_forms(self, run: Path) -> None:
         del run
-        code, out, _ = call("show-config", "sample.yaml", "-o", "optim.lr=1e-6")
+        code, out, _ = outcome("show-config", "sample.yaml", "-o", "optim.lr=1e-6")
         assert code == 0
         assert "lr: 1e-06\n" in out
         assert "grad_clip: 1.0\n" in out
-        _, out, _ = call("show-config", "sample.yaml", "--form", "validated", "-o", "seed=9")
+        _, out, _ = outcome("show-config", "sample.yaml", "--form", "validated", "-o", "seed=9")
         assert "seed: 9\n" in out
         assert "grad_clip" not in out
 
     def test_what_show_config_prints_is_a_recipe(self, run: Path) -> None:
-        Path("again.yaml").write_text(call("show-config", "sample.yaml")[1])
-        assert call("show-config", "again.yaml")[1] == Path("again.yaml").read_text()
+        Path("again.yaml").write_text(outcome("show-config", "sample.yaml")[1])
+        assert outcome("show-config", "again.yaml")[1] == Path("again.yaml").read_text()
         assert run.is_dir()
 
     def test_validate_goes_on_after_an_error(self, run: Path) -> None:
         (run / "eval.json").write_text("{")
-        code, out, err = call("validate", run / "eval.json", "sample.yaml", "nix")
+        code, out, err = outcome("validate", run / "eval.json", "sample.yaml", "nix")
         assert code == 2
         assert out.startswith("ok: sample.yaml: recipe sample")
         assert [line.split(":")[0] for line in err.splitlines()] == ["error", "error"]
 
     def test_inspect_a_run(self, run: Path) -> None:
-        _, out, _ = call("inspect", run)
+        _, out, _ = outcome("inspect", run)
         for text in (
             "finished, 3 steps",
             "step-000003",
@@ -203,45 +194,45 @@ class TestCommands:
             "alarm",
         ):
             assert text in out
-        data = json.loads(call("inspect", run, "--json")[1])
+        data = json.loads(outcome("inspect", run, "--json")[1])
         assert data["checkpoints"][0]["step"] == 3
         assert data["last_step"]["step"] == 3
         assert data["evaluation"]["rows"][3]["pass_rate"] == 0.7
 
     def test_inspect_says_which_checkpoint_is_damaged(self, run: Path) -> None:
         (run / "checkpoints" / "step-000003" / "checkpoint.json").write_text("{")
-        data = json.loads(call("inspect", run, "--json")[1])
+        data = json.loads(outcome("inspect", run, "--json")[1])
         assert "damaged" in data["checkpoints"][0]["problem"]
 
     def test_inspect_a_step(self, run: Path) -> None:
         with (run / "events.jsonl").open("a") as file:
             file.write('{"time_s": 1, "event": "alarm", "step": 2}\n')
-        _, out, _ = call("inspect", run, "--step", "2")
+        _, out, _ = outcome("inspect", run, "--step", "2")
         assert "pass_rate             0.4  fraction\n" in out
-        data = json.loads(call("inspect", run, "--step", "2", "--json")[1])
+        data = json.loads(outcome("inspect", run, "--step", "2", "--json")[1])
         assert data["metrics"]["pass_rate"] == 0.4
         assert [event["event"] for event in data["events"]] == ["alarm"]
-        code, _, err = call("inspect", run, "--step", "7")
+        code, _, err = outcome("inspect", run, "--step", "7")
         assert code == 2
         assert err.endswith("no step 7 in metrics.jsonl; it has steps 1 to 3\n")
 
     def test_inspect_an_episode_of_training_and_of_an_evaluation(self, run: Path) -> None:
-        _, out, _ = call("inspect", run, "--trajectory", "t2-fail")
+        _, out, _ = outcome("inspect", run, "--trajectory", "t2-fail")
         assert "trajectories.jsonl, line 4" in out
         assert "--- policy ---\ncd(folder='a')" in out
         assert (
             "eval_trajectories.jsonl, line 1 (student, after)"
-            in call("inspect", run, "--trajectory", "e1")[1]
+            in outcome("inspect", run, "--trajectory", "e1")[1]
         )
-        data = json.loads(call("inspect", run, "--trajectory", "e1", "--json")[1])
+        data = json.loads(outcome("inspect", run, "--trajectory", "e1", "--json")[1])
         assert [episode["trajectory_id"] for episode in data] == ["e1"]
-        code, _, err = call("inspect", run, "--trajectory", "t2")
+        code, _, err = outcome("inspect", run, "--trajectory", "t2")
         assert code == 2
         assert "no trajectory 't2'; some it has: t1-pass" in err
-        assert call("inspect", run, "--trajectory", "task_1")[0] == 2  # the id of a task
+        assert outcome("inspect", run, "--trajectory", "task_1")[0] == 2  # the id of a task
 
     def test_inspect_takes_one_question(self, run: Path) -> None:
-        code, _, err = call("inspect", run, "--step", "1", "--trajectory", "a")
+        code, _, err = outcome("inspect", run, "--step", "1", "--trajectory", "a")
         assert (code, err) == (
             2,
             "error: inspect: give either --step or --trajectory, found both\n",
@@ -249,15 +240,15 @@ class TestCommands:
 
     def test_report_writes_both_files_and_tells_what_is_missing(self, run: Path) -> None:
         (run / "eval.json").unlink()
-        code, out, err = call("report", run)
+        code, out, err = outcome("report", run)
         assert (code, out) == (0, f"wrote {run}/summary.md and {run}/report.html\n")
         assert err == "note: eval.json is missing: nothing has been evaluated yet\n"
-        code, _, err = call("report", run, "--compare", run / "checkpoints")
+        code, _, err = outcome("report", run, "--compare", run / "checkpoints")
         assert code == 2
         assert "is not a run directory" in err
 
     def test_a_run_is_measured_as_the_model_that_it_trained(self, run: Path) -> None:
-        code, _, err = call("eval", run, "--policy", "null", "-o", "student.tokenizer=x")
+        code, _, err = outcome("eval", run, "--policy", "null", "-o", "student.tokenizer=x")
         assert (code, err.split(";")[0]) == (
             2,
             "error: -o student.tokenizer: a run is measured as the model that it trained",
@@ -276,11 +267,11 @@ class TestCommands:
     def test_an_option_that_no_policy_looks_at_is_refused(
         self, run: Path, options: tuple[str, ...], named: str
     ) -> None:
-        code, _, err = call("eval", run, "--policy", "null", *options)
+        code, _, err = outcome("eval", run, "--policy", "null", *options)
         assert code == 2
         assert f"{named} has no effect on null: it goes with --policy" in err
 
     def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(self, run: Path) -> None:
-        code, _, err = call("eval", run, "--policy", "student", "--checkpoint", "step-000099")
+        code, _, err = outcome("eval", run, "--policy", "student", "--checkpoint", "step-000099")
         assert code == 2
         assert "--checkpoint step-000099: there is no such checkpoint; " in err

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from actors.cli import app
 from actors.memory_estimate import GIB, layer_activations
 from actors.placement import NodeResources, Role, rank_coordinates
 from actors.plan import Device, Plan, make_plan, parse_nodes
@@ -23,6 +21,7 @@ from miniverl_dist.config.cluster import ParallelConfig
 from miniverl_dist.config.load import load_config
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import ConfigError, PlacementError
+from tests.support.cli import outcome
 
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCE = ROOT / "configs" / "bfcl_qwen36_35b_2x8_h100.yaml"
@@ -361,10 +360,7 @@ def test_buckets_are_filled_in_order(sizes: list[int], limit: int) -> None:
 
 class TestCommand:
     def run(self, *arguments: object) -> tuple[int, str, str]:
-        result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result.exit_code, result.stdout, result.stderr
+        return outcome("plan", *arguments)
 
     def test_shows_everything(self) -> None:
         code, out, err = self.run(REFERENCE, "--node", "3x64,8")
