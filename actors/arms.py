@@ -27,12 +27,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
-from actors.arms_results import measure
+from actors.arms_results import measure, measure_start
 from miniverl_dist.config.arms import LoadedBenchmark, Overrides, override_texts
 from miniverl_dist.errors import ConfigError, MiniverlError
 from miniverl_dist.lab.arms import (
     COLD_START,
     BenchmarkReport,
+    Measured,
     PlannedRun,
     RunOutcome,
     check_matched,
@@ -206,7 +207,7 @@ class Benchmark:
         status, (cpu, exit_status) = self._status(run), self._noted(run)
         if status == "finished":
             try:
-                measured = measure(self._runs / run.name, is_start=run.arm == COLD_START)
+                measured = self._measure(run)
             except MiniverlError as error:
                 return RunOutcome(run=run, status="failed", reason=str(error), cpu_seconds=cpu)
             return RunOutcome(run=run, status="finished", cpu_seconds=cpu, measured=measured)
@@ -215,6 +216,12 @@ class Benchmark:
         last = _last_line(self._runs / f"{run.name}.log")
         reason = f"exit status {exit_status}: {last}"
         return RunOutcome(run=run, status="failed", reason=reason, cpu_seconds=cpu)
+
+    def _measure(self, run: PlannedRun) -> Measured:
+        folder, cold = self._runs / run.name, self._config.cold_start
+        if run.arm == COLD_START and cold is not None:
+            return measure_start(folder, cold.checkpoint)
+        return measure(folder)
 
     def _noted(self, run: PlannedRun) -> tuple[float, int]:
         """CPU seconds of all tries, and the exit status of the last one (0 before the first)."""
@@ -247,6 +254,11 @@ def run_benchmark(
     """
     benchmark = Benchmark(loaded, output, tell)
     if report_only:
+        if not (output / PLAN_FILE).exists():
+            raise ConfigError(
+                f"{output}: nothing of this benchmark has been run there, expected {PLAN_FILE}: "
+                "leave --report-only out, or name the folder with --output"
+            )
         report = benchmark.report()
     else:
         with _stopped_by_signals(benchmark.request_stop):

@@ -10,36 +10,75 @@ from miniverl_dist.config.yaml_text import parse_yaml
 from miniverl_dist.errors import RecordError
 from miniverl_dist.lab.arms import Measured
 from miniverl_dist.observability.run_dir import CONFIG_RESOLVED, MANIFEST, RecordFile, RunDirectory
+from miniverl_dist.schemas.eval_settings import measuring_settings
 from miniverl_dist.schemas.evaluation import EvaluationRow
 from miniverl_dist.training.evaluator import read_evaluation
 
 _STARTS = ("warm", "before")
 """Tags of the student's row before training, the later one first."""
+_LAST = ("after", *_STARTS)
 
 
-def measure(run_dir: Path, *, is_start: bool = False) -> Measured:
+def measure(run_dir: Path) -> Measured:
     """Read a finished run.
-
-    Args:
-        run_dir: Of the run.
-        is_start: The run is a cold start, which may leave the evaluation to what comes after its
-            warm-up: its last row counts.
 
     Raises:
         RecordError: a record is damaged, or the trained student was not evaluated.
     """
     run = RunDirectory.open(run_dir)
     rows = _student_rows(run)
-    tag = next((t for t in ("after", *_STARTS) if t in rows), "after") if is_start else "after"
-    if tag not in rows:
+    if "after" not in rows:
         raise RecordError(
             f"{run_dir.name}: eval.json has no row of the trained student: the evaluation failed "
-            "(see events.jsonl), or `evaluation.after` is off (of a cold start: `evaluation.warm`)"
+            "(see events.jsonl), or `evaluation.after` is off"
         )
+    return _measured(run, rows, "after")
+
+
+def measure_start(run_dir: Path, checkpoint: str | None) -> Measured:
+    """Read a finished cold start, measured where the arms begin.
+
+    Args:
+        run_dir: Of the run.
+        checkpoint: The commit that they take the weights of; None: the newest.
+
+    Raises:
+        RecordError: a record is damaged, or no row is of those very weights.
+    """
+    run = RunDirectory.open(run_dir)
+    rows, version = _student_rows(run), _version_at(run, checkpoint)
+    tags = [tag for tag in (*_LAST, checkpoint) if tag in rows]
+    tag = next((tag for tag in tags if rows[tag].policy_version == version), None)
+    if tag is None:
+        measured = ", ".join(f"{tag} (version {rows[tag].policy_version})" for tag in rows)
+        raise RecordError(
+            f"{run_dir.name}: the arms begin with {checkpoint or 'its last weights'} (policy "
+            f"version {version}), and eval.json has the student at {measured or 'no time'}: switch "
+            "`evaluation.warm` (behind a warm-up) or `evaluation.after` (the last) on in "
+            "cold_start.overrides"
+        )
+    return _measured(run, rows, tag)
+
+
+def _version_at(run: RunDirectory, checkpoint: str | None) -> int:
+    """Policy version of a commit; commits are named by the step behind which they stand."""
+    step = None if checkpoint is None else int(checkpoint.rpartition("-")[2])
+    versions = {0: 0} | {
+        line["step"]: line["policy_version"] for line in run.read_jsonl(RecordFile.METRICS)
+    }
+    at = max(versions) if step is None else step
+    if at not in versions:
+        raise RecordError(
+            f"{run.path.name}: no step {at} was trained, so {checkpoint} cannot be measured"
+        )
+    return int(versions[at])
+
+
+def _measured(run: RunDirectory, rows: Mapping[str, EvaluationRow], tag: str) -> Measured:
     after, start = rows[tag], next((rows[t] for t in _STARTS if t in rows), None)
     if after.pass_rate is None or after.reward_mean is None:
         raise RecordError(
-            f"{run_dir.name}: row student {tag} of eval.json has no episode that counts: all "
+            f"{run.path.name}: row student {tag} of eval.json has no episode that counts: all "
             f"{after.num_faults} were lost to the harness (see eval_trajectories.jsonl)"
         )
     resolved = _resolved(run)
@@ -64,6 +103,7 @@ def measure(run_dir: Path, *, is_start: bool = False) -> Measured:
         teacher_scored_tokens=_teacher_scored_tokens(run),
         teacher_asked_rows=total("num_target_rows") if _asks_for_rows(resolved) else 0,
         start_sha256=(run.read_json(MANIFEST).get("warm_start") or {}).get("weights_sha256"),
+        measured_as=measuring_settings(resolved),
     )
 
 

@@ -43,11 +43,11 @@ from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.observability.events import Event
 from miniverl_dist.ports import RolloutSource, StudentPool, TeacherScorer, WeightStore
 from miniverl_dist.schemas.batch import IntArray, SftBatch
+from miniverl_dist.schemas.eval_settings import recipe_settings
 from miniverl_dist.schemas.evaluation import EvaluationReport, TailCalls
 from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
-from miniverl_dist.training.eval_settings import recipe_settings
 from miniverl_dist.training.evaluate import assignments
 from miniverl_dist.training.evaluator import Evaluator, read_evaluation
 from miniverl_dist.training.loop import Trainer, TrainerPorts

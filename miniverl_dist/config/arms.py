@@ -29,7 +29,7 @@ class ColdStartConfig(ConfigModel):
     """One run per seed that makes what all arms of that seed start from."""
 
     overrides: Overrides = Field(default_factory=dict)
-    checkpoint: Name | None = None
+    checkpoint: Annotated[str, Field(pattern=r"^step-[0-9]{6,}$")] | None = None
     """Which of its commits the arms take the weights of (``step-000000`` stands behind a warm-up);
     None: the newest."""
     share_teacher: bool = True
@@ -63,6 +63,8 @@ class BenchmarkConfig(ConfigModel):
     """A run that takes longer is ended and counts as failed; None: no limit."""
     tolerate_unequal_samples: bool = False
     """Compare arms although they sample different numbers of episodes."""
+    tolerate_unequal_updates: bool = False
+    """Compare arms although they take different numbers of optimizer steps."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -10,15 +10,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
+from pydantic import Field
+
 from miniverl_dist.config.arms import BenchmarkConfig
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import ConfigError
+from miniverl_dist.schemas.eval_settings import measuring_settings, reward_weights
+from miniverl_dist.schemas.evaluation import Settings
 from miniverl_dist.schemas.messages import FrozenModel
 
 COLD_START: Final = "cold-start"
 LEVEL: Final = 0.95
 MIN_SEEDS: Final = 3
 """Fewer say next to nothing of how much seeds differ."""
+_ASKED: Final = ("evaluation.", "tasks.")
 _NO_SPREAD: Final = 1e-12
 """Rates are fractions of small integers: their differences are equal but for rounding."""
 MATCHED: Final = ("sampled_episodes", "zero_variance", "start_sha256")
@@ -61,6 +66,8 @@ class Measured(FrozenModel):
     """Positions that it gave whole distributions for."""
     start_sha256: str | None
     """Of the weights that the run was started from; None where they were drawn from the seed."""
+    measured_as: Settings = Field(default_factory=dict)
+    """All that decides what the two rates are about; empty where not recorded."""
 
 
 class RunOutcome(FrozenModel):
@@ -93,7 +100,8 @@ class Difference(FrozenModel):
     arm: str
     against: str
     pass_rate: Interval
-    reward: Interval
+    reward: Interval | None
+    """None where the two give other weights to what an episode has reached."""
     problems: tuple[str, ...] = ()
     """What was not equal between the two although it had to be."""
 
@@ -135,25 +143,49 @@ def check_matched(config: BenchmarkConfig, recipes: Mapping[str, RunConfig]) -> 
     Raises:
         ConfigError: names the arm, its reference and both values.
     """
+    tolerated = {"sampled_episodes"} if config.tolerate_unequal_samples else set()
+    tolerated |= {"optimizer_steps"} if config.tolerate_unequal_updates else set()
     for arm in config.arms:
         other = config.reference_of(arm)
         ours, theirs = _matched(recipes[arm]), _matched(recipes[other])
         for name, found in ours.items():
-            is_tolerated = name == "sampled_episodes" and config.tolerate_unequal_samples
+            is_tolerated = name in tolerated
             if found != theirs[name] and not is_tolerated:
                 raise ConfigError(
                     f"benchmark {config.name}: arm {arm} has {name} {found}, {other} has "
                     f"{theirs[name]}: a difference between them would mean nothing. Make them "
                     "equal, or compare with another arm (`against`)"
                 )
+        for text in _measured_otherwise(_measuring(recipes[arm]), _measuring(recipes[other])):
+            raise ConfigError(
+                f"benchmark {config.name}: arm {arm} is not measured as {other} is ({text}): a "
+                "difference between them would mean nothing"
+            )
 
 
 def _matched(recipe: RunConfig) -> dict[str, object]:
     loop = recipe.loop
     return {
         "sampled_episodes": loop.num_steps * loop.num_groups * loop.group_size,
+        "optimizer_steps": loop.num_steps * loop.num_minibatches,
         "zero_variance": recipe.grpo.zero_variance,
     }
+
+
+def _measuring(recipe: RunConfig) -> Settings:
+    return measuring_settings(recipe.model_dump(mode="json"))
+
+
+def _measured_otherwise(ours: Settings, theirs: Settings) -> list[str]:
+    """What the evaluation asks that both tell, and tell differently.
+
+    Prompt and limits are not among it: an arm may be about them.
+    """
+    return [
+        f"{name}: {ours[name]} against {theirs[name]}"
+        for name in sorted(ours.keys() & theirs.keys())
+        if ours[name] != theirs[name] and name.startswith(_ASKED)
+    ]
 
 
 def _names_to_match(config: BenchmarkConfig) -> list[str]:
@@ -214,18 +246,29 @@ def paired_difference(
     """
     seeds = sorted(ours.keys() & theirs.keys())
     pass_rate = mean_interval([ours[s].pass_rate - theirs[s].pass_rate for s in seeds])
-    reward = mean_interval([ours[s].reward - theirs[s].reward for s in seeds])
-    if pass_rate is None or reward is None:
+    if pass_rate is None:
         return None
+    reward = mean_interval([ours[s].reward - theirs[s].reward for s in seeds])
+    if any(_weights(ours[s]) != _weights(theirs[s]) for s in seeds):
+        reward = None
     problems = [
         f"seed {seed}: {name} {getattr(ours[seed], name)} against {getattr(theirs[seed], name)}"
         for seed in seeds
         for name in matched
         if getattr(ours[seed], name) != getattr(theirs[seed], name)
     ]
+    problems += {
+        text: None  # once for all seeds
+        for seed in seeds
+        for text in _measured_otherwise(ours[seed].measured_as, theirs[seed].measured_as)
+    }
     return Difference(
         arm=arm, against=other, pass_rate=pass_rate, reward=reward, problems=tuple(problems)
     )
+
+
+def _weights(measured: Measured) -> Settings:
+    return reward_weights(measured.measured_as)
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:

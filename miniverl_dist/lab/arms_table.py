@@ -17,6 +17,10 @@ from miniverl_dist.lab.arms import (
 
 NO_CLAIM = "no significance claimed"
 NOTHING = "-"
+VERDICT_NOTE = (
+    "The verdict is the pass rate's. No reward where the two weigh otherwise what an episode has "
+    "reached."
+)
 _SAMPLED = {
     "sampled groups": "sampled_groups",
     "sampled tokens": "sampled_tokens",
@@ -65,14 +69,15 @@ def differences_table(report: BenchmarkReport) -> str:
             f"{d.arm} - {d.against}",
             str(d.pass_rate.num_seeds),
             shown(d.pass_rate, signed=True),
-            shown(d.reward, signed=True),
+            NOTHING if d.reward is None else shown(d.reward, signed=True),
             verdict(d),
         ]
         for d in (*report.differences, *report.gains)
     ]
     if not rows:
         return "No two arms have finished a seed yet: no differences."
-    return markdown_table(["difference", "seeds", "pass", "reward", "verdict"], rows)
+    table = markdown_table(["difference", "seeds", "pass", "reward", "verdict"], rows)
+    return f"{table}\n\n{VERDICT_NOTE}"
 
 
 def verdict(difference: Difference) -> str:

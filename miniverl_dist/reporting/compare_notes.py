@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from miniverl_dist.schemas.eval_settings import reward_weights
 from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow, TailCalls
 
-REWARD_PREFIX: Final = "environment.reward."
 _ABSENT: Final = "nothing"
 
 
@@ -28,10 +28,7 @@ def setting_notes(a: EvaluationReport, b: EvaluationReport) -> Iterator[str]:
 
 def rewards_differ(a: EvaluationReport, b: EvaluationReport) -> bool:
     """Whether the same episodes would get other rewards; False where one side does not tell."""
-    weights = [
-        {name: value for name, value in side.settings.items() if name.startswith(REWARD_PREFIX)}
-        for side in (a, b)
-    ]
+    weights = [reward_weights(side.settings) for side in (a, b)]
     return bool(a.settings and b.settings) and weights[0] != weights[1]
 
 

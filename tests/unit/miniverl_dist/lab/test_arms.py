@@ -239,6 +239,7 @@ def test_cold_starts_come_first_then_each_arm_over_all_seeds() -> None:
         ("grpo.zero_variance=drop", "zero_variance"),
         ("loop.group_size=2", "sampled_episodes"),
         ("loop.num_steps=2", "sampled_episodes"),
+        ("loop.num_minibatches=3", "optimizer_steps"),
     ],
 )
 def test_arms_that_differ_in_what_must_be_equal_are_refused(change: str, named: str) -> None:
@@ -247,8 +248,64 @@ def test_arms_that_differ_in_what_must_be_equal_are_refused(change: str, named: 
     check_matched(plan(), {"grpo": base, "mixed": base})
     with pytest.raises(ConfigError, match=f"arm mixed has {named}"):
         check_matched(plan(), {"grpo": base, "mixed": other})
-    if named == "sampled_episodes":
-        check_matched(plan(tolerate_unequal_samples=True), {"grpo": base, "mixed": other})
+    if named != "zero_variance":
+        tolerant = plan(tolerate_unequal_samples=True, tolerate_unequal_updates=True)
+        check_matched(tolerant, {"grpo": base, "mixed": other})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "evaluation.tail_calls=2",
+        "evaluation.temperature=0",
+        "evaluation.episodes_per_task=1",
+        "tasks.eval=[multi_turn_base_11]",
+    ],
+)
+def test_arms_that_are_measured_otherwise_are_refused(change: str) -> None:
+    base, other = load_config(RECIPE).config, load_config(RECIPE, [change]).config
+    with pytest.raises(ConfigError, match=rf"{change.partition('=')[0]}: .* against "):
+        check_matched(plan(), {"grpo": base, "mixed": other})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "tasks.train=[multi_turn_base_11]",
+        "environment.reward={exec_score: 0.05}",
+        "environment.max_observation_chars=81",
+        "rollout.max_new_tokens=9",
+    ],
+)
+def test_arms_may_be_about_training_tasks_rewards_prompts_and_limits(change: str) -> None:
+    base = load_config(RECIPE).config
+    check_matched(plan(), {"grpo": base, "mixed": load_config(RECIPE, [change]).config})
+
+
+WEIGHTS = "environment.reward.terminal_pass"
+
+
+def test_rewards_of_other_weights_are_not_subtracted() -> None:
+    outcomes = [
+        finished(arm, seed, measured_as={WEIGHTS: weight}, pass_rate=0.1 * seed)
+        for arm, weight in (("grpo", "1.0"), ("mixed", "0.5"))
+        for seed in SEEDS
+    ]
+    report = summarise(plan(), "", outcomes)
+    (found,) = report.differences
+    assert found.reward is None
+    assert found.problems == ()
+    assert "| mixed - grpo | 3 | +0.000 | - |" in markdown(report)
+
+
+def test_a_difference_between_other_measurements_is_worthless() -> None:
+    outcomes = [
+        finished(arm, seed, measured_as={"evaluation.tail_calls": calls}, pass_rate=0.01 * seed)
+        for arm, calls in (("grpo", "1"), ("mixed", "2"))
+        for seed in SEEDS
+    ]
+    (found,) = summarise(plan(), "", outcomes).differences
+    assert verdict(found) == "not comparable: evaluation.tail_calls: 2 against 1"
 
 
 def test_equal_episodes_in_other_groups_are_equal_samples() -> None:
