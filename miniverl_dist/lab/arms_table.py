@@ -109,7 +109,7 @@ def quantities_table(report: BenchmarkReport) -> str:
     )
     return markdown_table(["arm", *_HEAD], rows) + (
         f"\n\nMeans over seeds; {NOTHING} where nothing was sampled, or the teacher was not asked: "
-        "tokens it scored, rows it gave whole distributions for." + note
+        "tokens of its own that it scored, rows it gave whole distributions for." + note
     )
 
 
