@@ -23,15 +23,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
+from actors.arms_notes import Noted, last_error, read_record
 from actors.arms_results import measure, measure_start
-from miniverl_dist.config.arms import LoadedBenchmark, Overrides, override_texts
+from miniverl_dist.config.arms import COLD_START, LoadedBenchmark, Overrides, override_texts
 from miniverl_dist.errors import ConfigError, MiniverlError
 from miniverl_dist.lab.arms import (
-    COLD_START,
     BenchmarkReport,
     Measured,
     PlannedRun,
@@ -41,7 +42,14 @@ from miniverl_dist.lab.arms import (
     summarise,
 )
 from miniverl_dist.lab.arms_table import markdown
-from miniverl_dist.observability.run_dir import CHECKPOINTS, MANIFEST, RunDirectory, write_atomic
+from miniverl_dist.observability.run_dir import (
+    CHECKPOINTS,
+    MANIFEST,
+    RunDirectory,
+    disk_errors,
+    locked,
+    write_atomic,
+)
 
 RUNS_FOLDER: Final = "runs"
 BENCHMARK_FILE: Final = "benchmark.json"
@@ -83,7 +91,12 @@ class Benchmark:
 
     def run(self) -> BenchmarkReport:
         """Run what has not finished yet; returns the report that was written."""
-        self._claim()
+        self._make_folder()
+        with locked(self._output, "benchmark"):
+            self._claim()
+            return self._run_all()
+
+    def _run_all(self) -> BenchmarkReport:
         runs = list(planned(self._config))
         for stage in (
             [r for r in runs if r.arm == COLD_START],
@@ -108,22 +121,46 @@ class Benchmark:
             write_atomic(self._output / TABLE_FILE, markdown(report).encode())
         return report
 
+    def report_only(self) -> BenchmarkReport:
+        """Summarise what there is of this plan, and run nothing.
+
+        Raises:
+            ConfigError: nothing of it has been run, or the folder is another plan's.
+        """
+        if not (self._output / PLAN_FILE).exists():
+            raise ConfigError(
+                f"{self._output}: nothing of this benchmark has been run there, expected "
+                f"{PLAN_FILE}: leave --report-only out, or name the folder with --output"
+            )
+        self._check_owner()
+        return self.report()
+
+    def _make_folder(self) -> None:
+        if (self._output / MANIFEST).exists():
+            raise ConfigError(f"{self._output} is a run directory: choose another --output")
+        with disk_errors(self._runs, ConfigError):
+            self._runs.mkdir(parents=True, exist_ok=True)
+
     def _claim(self) -> None:
         """Make the folder this plan's own."""
         plan = self._output / PLAN_FILE
-        self._runs.mkdir(parents=True, exist_ok=True)
         if plan.exists():
-            found = json.loads(plan.read_bytes()).get("digest")
-            if found != self._digest:
-                raise ConfigError(
-                    f"{self._output} belongs to plan {str(found)[:12]}, this is "
-                    f"{self._digest[:12]} (plan, recipe or version differ): choose another "
-                    "--output, or finish that one"
-                )
-        plan.write_text(json.dumps({"name": self._config.name, "digest": self._digest}))
+            self._check_owner()
+            return
+        text = json.dumps({"name": self._config.name, "digest": self._digest})
+        write_atomic(plan, text.encode())
+
+    def _check_owner(self) -> None:
+        found = read_record(self._output / PLAN_FILE).get("digest")
+        if found != self._digest:
+            raise ConfigError(
+                f"{self._output} belongs to plan {str(found)[:12]}, this is "
+                f"{self._digest[:12]} (plan, recipe or version differ): choose another "
+                "--output, or finish that one"
+            )
 
     def _run_one(self, run: PlannedRun) -> None:
-        if self._stop.is_set() or self._is_finished(run):
+        if not self._await_former(run) or self._is_finished(run):
             return
         cold = PlannedRun(arm=COLD_START, seed=run.seed)
         needs_start = self._config.cold_start is not None and run.arm != COLD_START
@@ -131,11 +168,23 @@ class Benchmark:
             self._tell(f"{run.name}: left out, its cold start has not finished")
             return
         self._tell(f"{run.name}: started")
+        self._open_note(run)
         status, cpu_seconds = self._execute(self._command(run), self._runs / f"{run.name}.log")
         self._note(run, cpu_seconds, status)
         word = "finished" if self._is_finished(run) else f"ended with status {status}"
         self._tell(f"{run.name}: {word}, {cpu_seconds:.0f} CPU s")
         self.report()
+
+    def _await_former(self, run: PlannedRun) -> bool:
+        """Wait for a process that a killed benchmark has left alone; False when told to stop."""
+        folder, is_told = RunDirectory(self._runs / run.name, None), False
+        # Waits for that process, which its own deadlines bound.
+        while folder.is_being_written and not self._stop.is_set():
+            if not is_told:
+                self._tell(f"{run.name}: still being written by a former start, waiting for it")
+                is_told = True
+            self._stop.wait(POLL_S)
+        return not self._stop.is_set()
 
     def _command(self, run: PlannedRun) -> list[str]:
         """Start the run, or continue it when a former try got far enough."""
@@ -204,18 +253,19 @@ class Benchmark:
         return str(RunDirectory.open(folder).read_json(MANIFEST).get("status"))
 
     def _outcome(self, run: PlannedRun) -> RunOutcome:
-        status, (cpu, exit_status) = self._status(run), self._noted(run)
-        if status == "finished":
-            try:
-                measured = self._measure(run)
-            except MiniverlError as error:
-                return RunOutcome(run=run, status="failed", reason=str(error), cpu_seconds=cpu)
-            return RunOutcome(run=run, status="finished", cpu_seconds=cpu, measured=measured)
-        if exit_status == 0 or status == "stopped":
-            return RunOutcome(run=run, status="not_run", reason=status or "", cpu_seconds=cpu)
-        last = _last_line(self._runs / f"{run.name}.log")
-        reason = f"exit status {exit_status}: {last}"
-        return RunOutcome(run=run, status="failed", reason=reason, cpu_seconds=cpu)
+        """What there is of a run; one that cannot be read costs itself only."""
+        noted = Noted()
+        try:
+            noted = self._noted(run)
+            status = self._status(run)
+            if status == "finished":
+                return noted.outcome(run, "finished", measured=self._measure(run))
+        except MiniverlError as error:
+            return noted.outcome(run, "failed", reason=str(error))
+        if not noted.exit_status or status == "stopped":
+            return noted.outcome(run, "not_run", reason=status or "")
+        said = last_error(self._runs / f"{run.name}.log")
+        return noted.outcome(run, "failed", reason=f"exit status {noted.exit_status}: {said}")
 
     def _measure(self, run: PlannedRun) -> Measured:
         folder, cold = self._runs / run.name, self._config.cold_start
@@ -223,23 +273,23 @@ class Benchmark:
             return measure_start(folder, cold.checkpoint)
         return measure(folder)
 
-    def _noted(self, run: PlannedRun) -> tuple[float, int]:
-        """CPU seconds of all tries, and the exit status of the last one (0 before the first)."""
+    def _noted(self, run: PlannedRun) -> Noted:
         path = self._runs / f"{run.name}.json"
-        if not path.exists():
-            return 0.0, 0
-        found = json.loads(path.read_bytes())
-        return float(found["cpu_seconds"]), int(found["exit_status"])
+        return Noted.read(path) if path.exists() else Noted()
+
+    def _open_note(self, run: PlannedRun) -> None:
+        """Say that a process is counted from now on; `_note` closes it."""
+        former = self._noted(run)
+        self._write_note(run, replace(former, is_open=True, is_cpu_known=former.counts_all))
 
     def _note(self, run: PlannedRun, cpu_seconds: float, exit_status: int) -> None:
-        record = {"cpu_seconds": self._noted(run)[0] + cpu_seconds, "exit_status": exit_status}
-        write_atomic(self._runs / f"{run.name}.json", json.dumps(record).encode())
+        former = self._noted(run)
+        total = former.cpu_seconds + cpu_seconds
+        note = replace(former, cpu_seconds=total, exit_status=exit_status, is_open=False)
+        self._write_note(run, note)
 
-
-def _last_line(log: Path) -> str:
-    """What a failed run said last."""
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
-    return next((line for line in reversed(lines) if line.strip()), "")[:500]
+    def _write_note(self, run: PlannedRun, note: Noted) -> None:
+        write_atomic(self._runs / f"{run.name}.json", json.dumps(asdict(note)).encode())
 
 
 def run_benchmark(
@@ -254,12 +304,7 @@ def run_benchmark(
     """
     benchmark = Benchmark(loaded, output, tell)
     if report_only:
-        if not (output / PLAN_FILE).exists():
-            raise ConfigError(
-                f"{output}: nothing of this benchmark has been run there, expected {PLAN_FILE}: "
-                "leave --report-only out, or name the folder with --output"
-            )
-        report = benchmark.report()
+        report = benchmark.report_only()
     else:
         with _stopped_by_signals(benchmark.request_stop):
             report = benchmark.run()

@@ -19,6 +19,8 @@ from miniverl_dist.config.yaml_text import parse_yaml
 from miniverl_dist.errors import ConfigError
 
 BENCHMARK_KIND: Final = "benchmark"
+COLD_START: Final = "cold-start"
+"""Names the runs that the arms start from; no arm may have it."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
 Overrides = dict[str, JsonValue]
 """Sections of a recipe, merged over the base as a recipe merges over what it extends."""
@@ -76,11 +78,28 @@ class BenchmarkConfig(ConfigModel):
         for where, name in named.items():
             if name not in self.arms:
                 raise ValueError(f"{where}: there is no arm {name!r}, only {', '.join(self.arms)}")
+        if COLD_START in self.arms:
+            raise ValueError(
+                f"arms.{COLD_START}: this name is that of the runs which arms start from; give "
+                "the arm another one"
+            )
+        for name, arm in self.arms.items():
+            for taken in self._decided_by_the_plan(arm.overrides):
+                raise ValueError(
+                    f"arms.{name}.overrides: found {taken}, which the plan decides: remove it"
+                )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(
                 f"seeds {list(self.seeds)} repeat one: runs of a seed are the same run"
             )
         return self
+
+    def _decided_by_the_plan(self, overrides: Overrides) -> list[str]:
+        """Fields that an arm's run gets from the plan, whatever the arm says."""
+        student = overrides.get("student")
+        found = [name for name in ("seed", "name") if name in overrides]
+        has_start = isinstance(student, dict) and student.get("warm_start") is not None
+        return found + ["student.warm_start"] * (has_start and self.cold_start is not None)
 
     def reference_of(self, arm: str) -> str:
         """The arm that ``arm`` is compared with."""

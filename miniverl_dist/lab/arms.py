@@ -12,14 +12,13 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from miniverl_dist.config.arms import BenchmarkConfig
+from miniverl_dist.config.arms import COLD_START, BenchmarkConfig
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.schemas.eval_settings import measuring_settings, reward_weights
 from miniverl_dist.schemas.evaluation import Settings
 from miniverl_dist.schemas.messages import FrozenModel
 
-COLD_START: Final = "cold-start"
 LEVEL: Final = 0.95
 MIN_SEEDS: Final = 3
 """Fewer say next to nothing of how much seeds differ."""
@@ -79,6 +78,8 @@ class RunOutcome(FrozenModel):
     """Why there is no measurement."""
     cpu_seconds: float = 0.0
     """User and system time of the run's processes, former tries included."""
+    is_cpu_known: bool = True
+    """False where a process was left alone by a benchmark that was killed: nobody counted it."""
     measured: Measured | None = None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from miniverl_dist.config.arms import COLD_START
 from miniverl_dist.lab.arms import (
-    COLD_START,
     MIN_SEEDS,
     BenchmarkReport,
     Difference,
@@ -100,17 +100,24 @@ def quantities_table(report: BenchmarkReport) -> str:
     rows = []
     for arm in report.arms:
         found = _measured(report, arm)
-        cpu = [o.cpu_seconds for o in report.outcomes if o.run.arm == arm and o.measured]
-        cells = [*_quantities(found), f"{fmean(cpu):.0f}"] if found else [""] * len(_HEAD)
+        cells = [*_quantities(found), _cpu(report, arm)] if found else [""] * len(_HEAD)
         rows.append([arm, *cells])
-    cold = [o.cpu_seconds for o in report.outcomes if o.run.arm == COLD_START and o.measured]
-    note = (
-        f"\n\nCold start: {fmean(cold):.0f} CPU seconds a seed, shared by its arms." if cold else ""
-    )
+    cold = _cpu(report, COLD_START)
+    note = f"\n\nCold start: {cold} CPU seconds a seed, shared by its arms."
     return markdown_table(["arm", *_HEAD], rows) + (
         f"\n\nMeans over seeds; {NOTHING} where nothing was sampled, or the teacher was not asked: "
-        "tokens of its own that it scored, rows it gave whole distributions for." + note
+        "tokens of its own that it scored, rows it gave whole distributions for."
+        + note
+        * bool(_measured(report, COLD_START))
     )
+
+
+def _cpu(report: BenchmarkReport, arm: str) -> str:
+    """Mean over the runs whose time was counted."""
+    found = [
+        o.cpu_seconds for o in report.outcomes if o.run.arm == arm and o.measured and o.is_cpu_known
+    ]
+    return f"{fmean(found):.0f}" if found else NOTHING
 
 
 def _quantities(found: Sequence[Measured]) -> list[str]:

@@ -302,7 +302,25 @@ def _declared(name: str) -> RecordFile:
         ) from None
 
 
-def _acquire(path: Path) -> int:
+@contextmanager
+def locked(folder: Path, what: str) -> Iterator[None]:
+    """Hold a folder's lock; the kernel gives it back when the process dies.
+
+    Args:
+        folder: It exists.
+        what: It is, for the error.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    handle = _acquire(folder, what)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _acquire(path: Path, what: str = "run directory") -> int:
     """File descriptor that holds the folder's lock until it is closed or the process dies."""
     with disk_errors(path / _LOCK):
         handle = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -311,7 +329,7 @@ def _acquire(path: Path) -> int:
     except OSError:
         os.close(handle)
         raise ConfigError(
-            f"run directory {path} is being written by another process: wait for it or stop it"
+            f"{what} {path} is being written by another process: wait for it or stop it"
         ) from None
     return handle
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from miniverl_dist.config.arms import BenchmarkConfig
-from miniverl_dist.lab.arms import Measured, PlannedRun, RunOutcome, summarise
+from miniverl_dist.lab.arms import (
+    BenchmarkReport,
+    Measured,
+    PlannedRun,
+    RunOutcome,
+    mean_interval,
+    summarise,
+)
 from scripts import evidence
 from tests.support.arms import MEASURED
 
@@ -47,9 +54,14 @@ def store(
     (folder / "benchmark.json").write_text(report.model_dump_json())
 
 
+def reports(output: Path) -> dict[str, BenchmarkReport]:
+    found = {plan: evidence.read_report(output / plan) for plan in evidence.PLANS}
+    return {plan: report for plan, report in found.items() if report is not None}
+
+
 def row(text: str, question: str) -> list[str]:
     """The cells of the one row of a table that begins with ``question``."""
-    [found] = [line for line in text.splitlines() if line.startswith(f"| {question} |")]
+    found = next(line for line in text.splitlines() if line.startswith(f"| {question} |"))
     return [cell.strip() for cell in found.strip("|").split("|")]
 
 
@@ -76,9 +88,67 @@ def test_what_does_not_win_is_said_with_what_grpo_alone_reaches(tmp_path: Path) 
     store(tmp_path, evidence.CALCULATOR, {"grpo": (0.4, 0.5, 0.6), "grpo_opd": (0.5, 0.4, 0.6)})
     text = evidence.document(tmp_path)
     assert row(text, "calculator")[4].startswith("not shown")
-    assert (
-        "* Why not with calculator: GRPO alone reaches 0.500 and has a signal in 75% of its groups."
-        in text
+    assert "* No difference is shown with: calculator." in text
+    beside = [line for line in text.splitlines() if line.startswith("| calculator | 0.500 |")]
+    assert beside == ["| calculator | 0.500 | 75% | - | - | not shown |"]
+
+
+def test_p_values_are_those_of_the_t_test() -> None:
+    # Three differences of 1, 2 and 6: t = 3 / (sqrt(7) / sqrt(3)) = 1.964, two degrees of freedom.
+    interval = mean_interval([1.0, 2.0, 6.0])
+    assert interval is not None
+    t = 3 / (7 / 3) ** 0.5
+    closed = 1 - t / (2 + t * t) ** 0.5  # the distribution's closed form for two degrees
+    assert evidence.p_value(interval) == pytest.approx(closed, abs=1e-6)
+    assert evidence.p_value(interval.model_copy(update={"low": None})) is None
+
+
+def test_holm_stops_at_the_first_that_fails(tmp_path: Path) -> None:
+    """Alone each is below 5 %; of three questions the smallest has to be below 5 / 3 %."""
+    store(
+        tmp_path,
+        evidence.CROSS,
+        {
+            "grpo": (0.1, 0.1, 0.1),
+            "grpo_opd": (0.3, 0.301, 0.3),  # p = 0.000003
+            "grpo-dense-g4": (0.1, 0.1, 0.1),
+            "grpo_opd-dense-g4": (0.2, 0.25, 0.3),  # p = 0.036, above 0.05 / 2
+        },
+    )
+    store(tmp_path, evidence.CALCULATOR, {"grpo": (0.1, 0.1, 0.1), "grpo_opd": (0.2, 0.25, 0.3)})
+    line = evidence.holm(evidence.QUESTIONS, reports(tmp_path))
+    assert line.startswith("Holm's correction over the 3 questions of this table leaves: dense")
+    assert line.count("(p = ") == 1
+    assert "groups of 8" in line
+
+
+def test_gains_are_compared_by_seed(tmp_path: Path) -> None:
+    store(
+        tmp_path,
+        evidence.CROSS,
+        {
+            "grpo": (0.1, 0.3, 0.5),
+            "grpo_opd": (0.3, 0.51, 0.7),
+            "grpo-terminal-g8": (0.5, 0.1, 0.3),
+            "grpo_opd-terminal-g8": (0.6, 0.21, 0.4),
+        },
+    )
+    table = evidence.gains_table(reports(tmp_path))
+    assert "groups of 8 beside terminal reward, groups of 8 | +0.100" in table
+    assert "groups of 4 beside terminal reward, groups of 4 | not run" in table
+
+
+def test_it_says_what_a_pass_is(tmp_path: Path) -> None:
+    told = {
+        "evaluation.tail_calls": "2",
+        "evaluation.episodes_per_task": "8",
+        "evaluation.temperature": "1.0",
+        "tasks.eval": '["a", "b"]',
+    }
+    asked = MEASURED.model_copy(update={"measured_as": told})
+    store(tmp_path, evidence.CALCULATOR, {"grpo": RATES}, asked)
+    assert "T = 2 (calls left to the student), 8 episodes of each of 2 tasks" in evidence.document(
+        tmp_path
     )
 
 
