@@ -17,8 +17,8 @@ from miniverl_dist.errors import MissingDependencyError
 from miniverl_dist.tokens.hf import package_file
 from rollout_server.bfcl.package import data_dir
 
-LOCAL_HINT: Final = "pip install 'miniverl-dist[local]'"
-RAY_HINT: Final = "pip install 'miniverl-dist[ray]'"
+LOCAL_HINT: Final = "pip install '.[local]' in a checkout"
+RAY_HINT: Final = "pip install '.[ray]' in a checkout"
 MEGATRON_HINT = "scripts/install_megatron.sh"
 BFCL_HINT: Final = "scripts/install_bfcl.sh"
 SGLANG_HINT: Final = "scripts/install_sglang.sh"

@@ -16,12 +16,12 @@ from miniverl_dist.errors import ConfigError, MissingDependencyError
 from miniverl_dist.generate_api.headers import read_headers_file
 
 _INSTALL = {
-    "torch": "pip install 'miniverl-dist[local]' (README: which torch)",
-    "tokenizers": "pip install 'miniverl-dist[local]'",
+    "torch": "pip install '.[local]' in a checkout (README: which torch)",
+    "tokenizers": "pip install '.[local]' in a checkout",
     "bfcl_eval": "scripts/install_bfcl.sh",
     "megatron": "scripts/install_megatron.sh",
-    "transformers": "pip install 'miniverl-dist[local]'",
-    "ray": "pip install 'miniverl-dist[ray]'",
+    "transformers": "pip install '.[local]' in a checkout",
+    "ray": "pip install '.[ray]' in a checkout",
 }
 
 

@@ -44,7 +44,7 @@ def require_trackers(config: RunConfig) -> None:
     if missing:
         raise MissingDependencyError(
             f"tracking: this environment lacks {', '.join(missing)}: "
-            "pip install 'miniverl-dist[tracking]', or take the tracker out of the recipe"
+            "pip install '.[tracking]' in a checkout, or take the tracker out of the recipe"
         )
 
 

@@ -251,7 +251,7 @@ def load_hf(
     except ImportError as exc:
         raise MissingDependencyError(
             "scoring with a Hugging Face model needs transformers: "
-            "pip install 'miniverl-dist[local]'"
+            "pip install '.[local]' in a checkout"
         ) from exc
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; a model is loaded from a local folder only")

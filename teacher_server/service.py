@@ -55,7 +55,7 @@ def load_local(config: LocalTeacherService) -> TextScorer:
         from teacher_server.scorer import load_scorer, set_num_threads
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"scoring needs {error.name}: pip install 'miniverl-dist[local]'"
+            f"scoring needs {error.name}: pip install '.[local]' in a checkout"
         ) from error
 
     if config.num_threads is not None:

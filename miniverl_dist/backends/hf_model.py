@@ -66,7 +66,7 @@ def load_module(config: HFStudentConfig) -> Any:  # noqa: ANN401 - untyped libra
         from transformers.utils import logging
     except ImportError as error:
         raise MissingDependencyError(
-            "an hf student needs transformers: pip install 'miniverl-dist[local]'"
+            "an hf student needs transformers: pip install '.[local]' in a checkout"
         ) from error
     logging.disable_progress_bar()
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}

@@ -61,7 +61,7 @@ def skeleton(folder: Path, where: str) -> Any:  # noqa: ANN401 - untyped library
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise MissingDependencyError(
-            "reading a Hugging Face model needs transformers: pip install 'miniverl-dist[local]'"
+            "reading a Hugging Face model needs transformers: pip install '.[local]' in a checkout"
         ) from error
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -23,7 +23,7 @@ from miniverl_dist.tokens.cache import cached
 
 FORMAT = 1
 """Version of the cached form; part of every entry's name."""
-INSTALL_HINT = "pip install 'miniverl-dist[local]'"
+INSTALL_HINT = "pip install '.[local]' in a checkout"
 
 _LONG_CHARS = 10_000
 """Milliseconds of work."""

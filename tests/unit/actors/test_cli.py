@@ -153,7 +153,7 @@ print("HEAVY", sorted(heavy & set(sys.modules)))
         result = python(WITHOUT_HEAVY, "doctor", "--json", cwd=run.parent)
         assert (result.returncode, result.stderr) == (1, "")
         checks = {check["name"]: check for check in json.loads(result.stdout)}
-        assert checks["torch"]["remedy"] == "pip install 'miniverl-dist[local]'"
+        assert checks["torch"]["remedy"] == "pip install '.[local]' in a checkout"
         assert checks["BFCL tasks"]["remedy"] == "scripts/install_bfcl.sh"
         assert checks["Qwen3.6 tokenizer"]["status"] == "missing"
         assert checks["python"]["status"] == "ok"

@@ -20,7 +20,7 @@ def test_python_versions() -> None:
 
 def test_a_missing_package_names_the_command_that_installs_it() -> None:
     found = doctor.installed("no-such-package", doctor.LOCAL_HINT)
-    assert (found.status, found.remedy) == (Status.MISSING, "pip install 'miniverl-dist[local]'")
+    assert (found.status, found.remedy) == (Status.MISSING, "pip install '.[local]' in a checkout")
     assert doctor.installed("no-such-package", "x", needed=False).status is Status.ABSENT
     assert doctor.installed("numpy", "x").status is Status.OK
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize(
     ("package", "command"),
-    [("torch", "miniverl-dist[local]"), ("bfcl_eval", "scripts/install_bfcl.sh")],
+    [("torch", ".[local]"), ("bfcl_eval", "scripts/install_bfcl.sh")],
 )
 def test_a_missing_package_is_named_before_anything_is_written(
     package: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -46,7 +46,7 @@ def test_ray_is_needed_only_where_actors_run(runtime: str, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "ray", None)
     fixture = ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml"
     require_local_packages(load_config(fixture).config)
-    with pytest.raises(MissingDependencyError, match=r"needs ray.*miniverl-dist\[ray\]"):
+    with pytest.raises(MissingDependencyError, match=r"needs ray.*.\[ray\]"):
         require_local_packages(load_config(fixture, [f"runtime={runtime}"]).config)
 
 
