@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from actors.hf_files import base_sha256, require_same_base
-from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE, student_tokenizer
+from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE, student_chat, student_tokenizer
 from miniverl_dist import __version__
 from miniverl_dist.backends.rank_address import RankAddress
 from miniverl_dist.backends.weights_io import (
@@ -20,6 +20,7 @@ from miniverl_dist.backends.weights_io import (
     VOCABULARY_FILE,
     WEIGHTS_FILE,
     TokenizerIdentity,
+    read_json,
     write_json,
 )
 from miniverl_dist.config.cluster import ParallelConfig
@@ -35,6 +36,7 @@ from miniverl_dist.training import checkpoint as commits
 
 Format = Literal["hf", "adapter"]
 EXPORT_FILE: Final = "export.json"
+GENERATION_FILE: Final = "generation_config.json"
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -87,6 +89,8 @@ def export_run(
     try:
         kind = _write(source, partial, form)
         _add_tokenizer(source, partial)
+        if kind == "hf":
+            _say_where_turns_end(source, partial)
         described = _description(source, partial, kind)
         write_json(partial / EXPORT_FILE, described)
         with disk_errors(output, CheckpointError):
@@ -177,6 +181,18 @@ def _add_tokenizer(source: _Source, folder: Path) -> None:
         for name in _TOKENIZER_FILES:
             if (origin / name).is_file():
                 shutil.copyfile(origin / name, folder / name)
+
+
+def _say_where_turns_end(source: _Source, folder: Path) -> None:
+    """Name the turn end among the ids that stop ``generate``: a base model knows its own only."""
+    if isinstance(source.tokenizer, SubVocabulary):
+        return  # rows of this model are no ids of the tokenizer
+    path = folder / GENERATION_FILE
+    told: dict[str, Any] = read_json(path) if path.exists() else {}
+    known = told.get("eos_token_id")
+    ids = known if isinstance(known, list) else [] if known is None else [known]
+    turn_end = student_chat(source.config, source.tokenizer).turn_end_id
+    write_json(path, told | {"eos_token_id": sorted({*ids, turn_end})})
 
 
 def _description(source: _Source, folder: Path, kind: str) -> dict[str, Any]:

@@ -327,7 +327,11 @@ def require_readers(packages: Path) -> None:
     from importlib.util import find_spec
 
     if find_spec("transformers") is None:
-        raise MissingDependencyError("transformers is missing: pip install '.[local]' in a checkout")
+        raise MissingDependencyError(
+            "transformers is missing: pip install '.[local]' in a checkout"
+        )
+            "transformers is missing: pip install '.[local]' in a checkout"
+        )
     if str(packages) not in sys.path:
         sys.path.append(str(packages))  # behind all others: what is installed here stays in use
     for name in ("gguf", "accelerate"):

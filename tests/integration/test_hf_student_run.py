@@ -144,6 +144,8 @@ def test_the_exported_student_loads_anywhere(run: Path, tmp_path: Path) -> None:
     assert (told["format"], told["policy_version"]) == ("hf", 2)
     assert told["tokenizer"]["name"] == "qwen3.6"
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    turn_end = load_tokenizer("qwen3.6").special_id("<|im_end|>")
+    assert turn_end in exported.generation_config.eos_token_id  # `generate` stops there
     base = AutoModelForCausalLM.from_pretrained(run.parent / "tiny-qwen3")
     before = dict(base.named_parameters())
     changed = {n for n, w in exported.named_parameters() if not torch.equal(w, before[n])}
