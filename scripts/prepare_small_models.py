@@ -330,8 +330,6 @@ def require_readers(packages: Path) -> None:
         raise MissingDependencyError(
             "transformers is missing: pip install '.[local]' in a checkout"
         )
-            "transformers is missing: pip install '.[local]' in a checkout"
-        )
     if str(packages) not in sys.path:
         sys.path.append(str(packages))  # behind all others: what is installed here stays in use
     for name in ("gguf", "accelerate"):
