@@ -155,7 +155,7 @@ The arm `sft` goes on from the same weights, for as many optimizer steps, with t
 episodes of the tasks that are evaluated. It samples nothing and asks no teacher, so sampled
 episodes are not matched. These are the episodes that the teacher was fitted on: GRPO alone never
 sees them, GRPO + OPD hears of them through the teacher, and SFT reads them. Where there are
-demonstrations of the very tasks, it is the one to beat, and nothing here beats it."""
+demonstrations of the very tasks, it is the one to beat."""
 
 
 BESIDE_TEXT = """\
