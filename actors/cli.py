@@ -60,7 +60,8 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - as above
         """Read ``eval compare`` as the command it is; a recipe of that name is ``./compare``."""
         if args[:2] == ["eval", "compare"]:
-            args = ["compare-evals", *args[2:]]
+            _, command, rest = super().resolve_command(ctx, ["compare-evals", *args[2:]])
+            return "eval compare", command, rest
         return super().resolve_command(ctx, args)
 
 
@@ -106,7 +107,6 @@ def train(
     from actors import launch
 
     with _progress(as_json) as progress:
-        progress.message(f"run directory: {folder}")
         summary = launch.train(loaded, run_dir=folder, progress=progress)
     _show_run(folder, summary, as_json=as_json)
 
@@ -281,7 +281,7 @@ def export(
         typer.Option("--format", help="hf: whole weights, adapters merged; adapter: LoRA alone."),
     ] = ExportForm.HF,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="STEP", help="Of the run; default: its newest.")
+        str | None, typer.Option(metavar="STEP", help="Number or name; default: the newest.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+from actors.kept_demonstrations import kept_file
 from actors.student_side import (
     STUDENT_VOCABULARY_FILE,
     WRITE_CALLS,
@@ -39,22 +40,41 @@ def require_demonstrations(config: RunConfig) -> None:
         See `stored_episodes`.
     """
     demonstrations = config.demonstrations
-    if demonstrations is None or demonstrations.trajectories is None:
+    if demonstrations is None or demonstrations.trajectories is None or not _are_here(config):
         return
-    if config.runtime == "single_actor" and config.cluster.address != "local":
-        return  # the actor reads them, on another machine
     # Waits for scripted episodes in this process, which wait for nothing.
     tokenizer = asyncio.run(_future_tokenizer(config))
     side = student_side(config, tokenizer)
     _stored(demonstrations, demonstrations.trajectories, tokenizer, side.train_ids)
 
 
+def require_kept_demonstrations(config: RunConfig, run_dir: Path) -> None:
+    """Fail before a run goes on when it would learn from other episodes than it was started with.
+
+    Raises:
+        ResumeError: the file has changed, or has gone.
+    """
+    demonstrations = config.demonstrations
+    if demonstrations is not None and demonstrations.trajectories and _are_here(config):
+        kept_file(demonstrations.trajectories, run_dir)
+
+
+def _are_here(config: RunConfig) -> bool:
+    """Whether this machine reads stored episodes; else the run's actor does, on another one."""
+    return config.runtime != "single_actor" or config.cluster.address == "local"
+
+
 async def stored_episodes(
-    config: RunConfig, demonstrations: DemonstrationConfig, side: StudentSide, clock: Clock
+    config: RunConfig,
+    demonstrations: DemonstrationConfig,
+    side: StudentSide,
+    clock: Clock,
+    run_dir: Path,
 ) -> StoredEpisodes:
     """Everything that the run will be trained on.
 
     Raises:
+        ResumeError: not the file that the run was started with.
         ConfigError: a training task without an episode, or a file that cannot be used.
         RecordError, TokenizerMismatchError: see ``lab.demonstrations.read_episodes``.
     """
@@ -62,7 +82,8 @@ async def stored_episodes(
     if path is None:
         told = await _scripted(config, demonstrations, side, clock)
     else:
-        told = _stored(demonstrations, path, side.tokenizer, side.train_ids)
+        found = kept_file(path, run_dir)
+        told = _stored(demonstrations, found, side.tokenizer, side.train_ids)
     return StoredEpisodes(
         told, seed=derive_seed(config.seed, "demonstrations"), group_size=config.loop.group_size
     )
@@ -81,9 +102,10 @@ def _stored(
     if missing := [task_id for task_id in train_ids if task_id not in found]:
         named = ", ".join(missing[:_NUM_NAMED]) + (", …" if len(missing) > _NUM_NAMED else "")
         raise ConfigError(
-            f"demonstrations.trajectories: {path.name} holds no {'passed ' * only_passed}episode "
-            f"of {len(missing)} of {len(train_ids)} training tasks: {named}; leave them out of "
-            "tasks.train" + (", or set only_passed to false" if only_passed else "")
+            f"demonstrations.trajectories: {path.absolute()} holds no "
+            f"{'passed ' * only_passed}episode of {len(missing)} of {len(train_ids)} training "
+            f"tasks: {named}; leave them out of tasks.train"
+            + (", or set only_passed to false" if only_passed else "")
         )
     return told
 

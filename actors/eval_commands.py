@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from actors.run_folders import free_folder
+from actors.run_folders import find_checkpoint, free_folder
 from miniverl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def evaluate(  # noqa: PLR0913 - the options of a command
     if not names:
         raise ConfigError("eval: give --policy at least once, for instance --policy null")
     if checkpoint is not None:
-        checkpoint = _checkpoint(source, checkpoint)
+        checkpoint = find_checkpoint(source, checkpoint)
     elif "student" in names or deploy is not None:
         checkpoint = newest
     given = {"--model": model, "--calls": calls, "--thinking": thinking}
@@ -241,27 +241,6 @@ def _tail_calls(text: str | None) -> TailCalls | None:
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--tail-calls {text!r}: expected a number from 1, or all")
     return int(text)
-
-
-def _checkpoint(source: Path, given: Path) -> Path:
-    """A checkpoint by its path, by its name or step within the run, or the newest of a run.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    from miniverl_dist.observability.run_dir import CHECKPOINT_MARKER, CHECKPOINTS
-    from miniverl_dist.training.checkpoint import list_checkpoints, newest_checkpoint
-
-    name = f"step-{int(given.name):06d}" if given.name.isdecimal() else given.name
-    if (within := source / CHECKPOINTS / name).is_dir() and not given.exists():
-        return within
-    if (given / CHECKPOINT_MARKER).is_file():
-        return given
-    if (newest := newest_checkpoint(given / CHECKPOINTS)) is not None:
-        return newest
-    kept = ", ".join(path.name for path in list_checkpoints(source / CHECKPOINTS))
-    found = f"{source} has {kept}" if kept else "name the path of one, RUN/checkpoints/STEP"
-    raise ConfigError(f"--checkpoint {given}: there is no such checkpoint; {found}")
 
 
 def evaluation_source(

@@ -88,6 +88,11 @@ def needs_student(request: EvaluationRequest) -> bool:
     return any(spec.kind == "student" for spec in request.specs)
 
 
+def plays_own_teacher(request: EvaluationRequest, config: RunConfig) -> bool:
+    """Whether the run's own teacher plays, which has to be there first."""
+    return any(spec.kind == "teacher" and not is_foreign(spec, config) for spec in request.specs)
+
+
 def check_request(request: EvaluationRequest, config: RunConfig) -> None:
     """Fail before anything is written when a job asks for what there is not.
 
@@ -145,7 +150,7 @@ class EvaluationRun:
     async def _with_student(self) -> None:
         actor, request = self._actor, self._request
         async with actor.reserved(), AsyncExitStack() as stack:
-            await actor.prepare(with_teacher=self._fits_teacher)
+            await actor.prepare(with_teacher=plays_own_teacher(request, self._config))
             opened = actor.open(tail_calls=request.tail_calls, with_scorer=False)
             parts = await stack.enter_async_context(opened)
             names = await self._open(stack)
@@ -167,7 +172,8 @@ class EvaluationRun:
     async def _without_student(self) -> None:
         actor, request = self._actor, self._request
         async with AsyncExitStack() as stack:
-            await actor.prepare(with_teacher=self._fits_teacher, with_student=False)
+            fits_teacher = plays_own_teacher(request, self._config)
+            await actor.prepare(with_teacher=fits_teacher, with_student=False)
             evaluator = actor.evaluator_alone(request.tail_calls)
             for name in await self._open(stack):
                 await evaluator.measure(
@@ -177,14 +183,6 @@ class EvaluationRun:
                     weights=name.weights or None,
                     player=name.player,
                 )
-
-    @property
-    def _fits_teacher(self) -> bool:
-        """Whether the run's own teacher plays, which has to be there first."""
-        return any(
-            spec.kind == "teacher" and not is_foreign(spec, self._config)
-            for spec in self._request.specs
-        )
 
     async def _open(self, stack: AsyncExitStack) -> Sequence[_Named]:
         """Open all policies before one of them plays."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from actors.hf_files import base_sha256, require_same_base
+from actors.run_folders import find_checkpoint
 from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE, student_chat, student_tokenizer
 from miniverl_dist import __version__
 from miniverl_dist.backends.rank_address import RankAddress
@@ -71,6 +72,8 @@ def export_run(
 ) -> dict[str, Any]:
     """Write the student of a run's newest checkpoint, or of the one named, into a new folder.
 
+    A checkpoint is named by its name or step, or by its path.
+
     An hf or megatron student becomes what transformers loads, or with ``adapter`` what ``peft``
     loads; a toy student becomes a toy folder.
 
@@ -78,8 +81,9 @@ def export_run(
         What ``export.json`` says.
 
     Raises:
-        ConfigError: the output holds something already; a form that this student does not have.
-        CheckpointError, ChecksumError: no checkpoint, a damaged one, or one that does not fit.
+        ConfigError: the output holds something already; a form that this student does not have; a
+            checkpoint that the run does not have.
+        CheckpointError, ChecksumError: none yet, a damaged one, or one that does not fit.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"export: {output} holds something already; name a new folder")
@@ -108,10 +112,11 @@ def _source(run_dir: Path, name: str | None) -> _Source:
     if found is None:
         raise CheckpointError(f"export: {run_dir} has no checkpoint yet")
     if name is not None:
-        found = run_dir / CHECKPOINTS / name
-        if not found.is_dir():
-            kept = ", ".join(sorted(path.name for path in found.parent.iterdir()))
-            raise CheckpointError(f"export: {run_dir} has no checkpoint {name!r}, it has {kept}")
+        found = find_checkpoint(run_dir, Path(name))
+        if found.resolve().parent != (run_dir / CHECKPOINTS).resolve():
+            raise ConfigError(
+                f"--checkpoint {name}: found a checkpoint of another run, expected one of {run_dir}"
+            )
     tokenizer = student_tokenizer(loaded.config, run_dir)
     return _Source(loaded.config, loaded.digest, run_dir, found, commits.verify(found), tokenizer)
 

@@ -122,8 +122,8 @@ def check_hf_student(config: RunConfig, model: HFStudentConfig) -> None:
     """Raise when the student cannot be what the recipe says; which device it gets is not asked.
 
     Raises:
-        ConfigError: the folder, its weights, its size or its tokenizer does not fit, or its layers
-            do not take the adapters.
+        ConfigError: the folder, its weights, its size or its tokenizer does not fit, its layers do
+            not take the adapters, or it cannot be sampled.
         MissingDependencyError: transformers is not installed.
     """
     where = f"student.model.path: {model.path}"
@@ -137,9 +137,14 @@ def check_hf_student(config: RunConfig, model: HFStudentConfig) -> None:
         )
     from miniverl_dist.backends.hf_adapters import adapted_layers
     from miniverl_dist.backends.hf_skeleton import require_described, skeleton
+    from rollout_server.engines.hf_decoder import sampled_config
 
     module = skeleton(model.path, where)
     require_described(module, files.tensors, where)
+    try:
+        sampled_config(model.path)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if model.lora is not None:
         adapted_layers(module, model.lora.target_modules)
 

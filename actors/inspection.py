@@ -100,12 +100,16 @@ def trajectory_view(run_dir: Path, trajectory_id: str) -> View:
 
 
 def evaluation_text(report: EvaluationReport) -> list[str]:
-    """All tables of an evaluation as lines, a title before each, and what is to be known first."""
+    """All tables of an evaluation as lines, a title before each, and what is to be known first.
+
+    The settings come before what was found: in a terminal, what is said first scrolls away.
+    """
+    tables = sorted(evaluation_tables(report), key=lambda table: not table.is_setting)
     return [
         *(f"note: {note}" for note in report_notes(report)),
         *(
             line
-            for table in evaluation_tables(report)
+            for table in tables
             for line in ("", table.title, *aligned([table.head, *table.rows]))
         ),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,15 @@ from miniverl_dist.config.roles import (
 )
 from miniverl_dist.errors import ConfigError
 from miniverl_dist.lab.memory import Estimate, MemoryChoice, choose
-from miniverl_dist.lab.resident import ResidentTeacher
-from miniverl_dist.lab.sources import RowChoice, StoredTeacher, TeacherTexts, WrittenTargets
+from miniverl_dist.lab.resident import ResidentTeacher, require_top_k
+from miniverl_dist.lab.sources import (
+    Refused,
+    RowChoice,
+    StoredTeacher,
+    TeacherTexts,
+    TextLimit,
+    WrittenTargets,
+)
 from miniverl_dist.lab.teacher_cache import TEACHER_CACHE, CacheIdentity, TeacherCache
 from miniverl_dist.ports import TargetSource
 from miniverl_dist.schemas.batch import IntArray
@@ -61,7 +68,7 @@ def build_lab(
     run_dir: Path,
     *,
     student_bytes: int,
-    on_refused: Callable[[str, str], None],
+    on_refused: Refused,
     backbone: BackboneTeacher | None = None,
 ) -> LabParts | None:
     """The lab's parts; None under an objective that has none.
@@ -76,7 +83,8 @@ def build_lab(
         backbone: The teacher that shares the student's backbone, where it is that one.
 
     Raises:
-        ConfigError: the teacher does not fit beside the student although it must.
+        ConfigError: the teacher does not fit beside the student although it must; a `top_k` above
+            the tokens that both have.
         StaleCacheError: the run's teacher cache was made with something else.
     """
     distill = config.row_loss
@@ -91,6 +99,18 @@ def build_lab(
         return LabParts(RowLoss(distill, vocabulary), WrittenTargets(choice), None)
     parts = _TeacherParts(config, distill, side, vocabulary, run_dir, backbone)
     return parts.build(choice, student_bytes, on_refused)
+
+
+def text_limit(teacher: TeacherConfig, backbone: BackboneTeacher | None) -> TextLimit:
+    """What the recipe lets a teacher read, or less where the model itself reads less."""
+    allowed = TextLimit(teacher.max_prefill_tokens)
+    if backbone is not None:
+        longest = TextLimit(backbone.max_context_tokens, "the student's backbone reads no more")
+    elif isinstance(teacher.model, ToyModelConfig):
+        longest = TextLimit(teacher.model.max_context_tokens, "teacher.model.max_context_tokens")
+    else:
+        return allowed
+    return min(allowed, longest, key=lambda limit: limit.num_tokens)
 
 
 class _TeacherParts:
@@ -115,10 +135,9 @@ class _TeacherParts:
         self._shared: IntArray | None = None
         self._backbone = backbone
 
-    def build(
-        self, choice: RowChoice, student_bytes: int, on_refused: Callable[[str, str], None]
-    ) -> LabParts:
+    def build(self, choice: RowChoice, student_bytes: int, on_refused: Refused) -> LabParts:
         """Choose where the teacher lives, and wire it."""
+        require_top_k(self._shared_ids(), self._vocabulary, self._distill)
         memory = choose(
             self._config.memory,
             self._distill,
@@ -128,9 +147,8 @@ class _TeacherParts:
         )
         resident = self._resident() if memory.strategy == "resident" else None
         rows = RowLoss(self._distill, self._vocabulary, resident)
-        texts = TeacherTexts(
-            choice, self._view, max_tokens=self._max_tokens(), on_refused=on_refused
-        )
+        limit = text_limit(self._teacher, self._backbone)
+        texts = TeacherTexts(choice, self._view, limit=limit, on_refused=on_refused)
         if resident is not None:
             return LabParts(rows, texts, memory)
         store = TeacherCache.open(
@@ -174,13 +192,17 @@ class _TeacherParts:
         return str(device_of(model))
 
     def _resident(self) -> ResidentTeacher:
+        shared = self._shared_ids()
+        return ResidentTeacher(
+            self._model(), shared, self._vocabulary, self._distill, device=self._device
+        )
+
+    def _shared_ids(self) -> IntArray:
         if self._shared is None:
             self._shared = shared_ids(
                 self._side.tokenizer, self._tokenizer, self._renderer.turn_ends
             )
-        return ResidentTeacher(
-            self._model(), self._shared, self._vocabulary, self._distill, device=self._device
-        )
+        return self._shared
 
     @contextmanager
     def _loaded(self) -> Iterator[ResidentTeacher]:
@@ -199,15 +221,6 @@ class _TeacherParts:
             student=self._side.tokenizer,
             teacher=self._tokenizer,
             turn_ends=self._renderer.turn_ends,
-        )
-
-    def _max_tokens(self) -> int:
-        model = self._teacher.model
-        longest = self._teacher.max_prefill_tokens
-        if self._backbone is not None:
-            return min(longest, self._backbone.max_context_tokens)
-        return (
-            min(longest, model.max_context_tokens) if isinstance(model, ToyModelConfig) else longest
         )
 
     def _estimate(self, student_bytes: int) -> Estimate:

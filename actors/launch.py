@@ -14,9 +14,18 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.demonstrations import require_demonstrations
-from actors.eval_jobs import EvaluationRequest, check_request, needs_student, row_tag_of
+from actors.context_checks import check_contexts
+from actors.demonstrations import require_demonstrations, require_kept_demonstrations
+from actors.eval_jobs import (
+    EvaluationRequest,
+    check_request,
+    needs_student,
+    plays_own_teacher,
+    row_tag_of,
+)
+from actors.kept_demonstrations import DEMONSTRATIONS
 from actors.preflight import (
+    require_evaluation_tasks,
     require_local_packages,
     require_student_files,
     require_tasks,
@@ -73,8 +82,10 @@ def train(
     require_teacher_files(config.config)
     require_trackers(config.config)
     require_warm_start(config.config)
+    check_contexts(config.config)
     require_demonstrations(config.config)
     with RunDirectory.create(run_dir) as run:
+        progress.message(f"run directory: {run_dir}")
         config.save(run)
         run.write_json(ENVIRONMENT, environment_record())
         run.write_json(MANIFEST, _manifest(config))
@@ -89,12 +100,13 @@ def resume(
     Raises:
         ConfigError: not a run directory, or its config was edited.
         CheckpointError, ChecksumError: the newest commit is damaged.
-        ResumeError: the newest commit belongs to another config.
+        ResumeError: the newest commit belongs to another config; stored episodes have changed.
     """
     config = load_run_config(run_dir)
     require_local_packages(config.config)
     require_teacher_files(config.config)
     require_trackers(config.config)
+    require_kept_demonstrations(config.config, run_dir)
     with RunDirectory.open(run_dir, writable=True) as run:
         commits.discard_incomplete(run_dir / CHECKPOINTS)
         newest = commits.newest_checkpoint(run_dir / CHECKPOINTS)
@@ -150,9 +162,11 @@ def evaluate_request(
     check_request(request, config.config)
     with_student = needs_student(request) or request.deploy is not None
     require_local_packages(config.config, with_student=with_student)
-    require_tasks(config.config)
+    require_evaluation_tasks(config.config, request.tail_calls)
     if with_student:
         require_student_files(config.config)
+    if plays_own_teacher(request, config.config):
+        require_teacher_files(config.config)
     if needs_student(request) and request.checkpoint is None:
         progress.message("note: no checkpoint given, the student is evaluated untrained")
     with _evaluation_run(config, output) as run:
@@ -297,6 +311,7 @@ def _manifest(config: LoadedConfig) -> dict[str, Any]:
         "seed": recipe.seed,
         "warmup": _warmup(recipe),
         "warm_start": None,
+        DEMONSTRATIONS: None,
         "roles": {},
         "environment": {},
         "created_s": time.time(),

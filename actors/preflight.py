@@ -7,13 +7,21 @@ import sys
 from collections.abc import Iterator
 
 from actors.hf_files import require_device
-from actors.recipe_checks import check_student, teacher_is_here, training_tasks
-from actors.teacher_files import asks_teacher, check_teacher
+from actors.placement import placement_plan
+from actors.recipe_checks import (
+    check_evaluation_tasks,
+    check_student,
+    check_student_text,
+    teacher_is_here,
+    training_tasks,
+)
+from actors.teacher_files import asks_teacher, check_teacher, check_teacher_text
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import EngineConfig, SGLangEngineConfig
 from miniverl_dist.config.roles import HFModelConfig, HFStudentConfig, MegatronModelConfig
 from miniverl_dist.errors import ConfigError, MissingDependencyError
 from miniverl_dist.generate_api.headers import read_headers_file
+from miniverl_dist.schemas.evaluation import TailCalls
 
 _INSTALL = {
     "torch": "pip install '.[local]' in a checkout (README: which torch)",
@@ -49,9 +57,10 @@ def require_student_files(config: RunConfig) -> None:
 
     Raises:
         ConfigError: see ``recipe_checks.check_student``; there is no such device; an engine that
-            cannot be launched.
+            cannot be launched; actors that Ray cannot place.
     """
     check_student(config)
+    placement_plan(config)
     model = config.student.model
     if isinstance(model, HFStudentConfig):
         require_device(model)
@@ -67,12 +76,23 @@ def require_student_files(config: RunConfig) -> None:
 
 
 def require_tasks(config: RunConfig) -> None:
-    """Fail before anything is written when the environment lacks a task of the recipe.
+    """Fail before anything is written when the tasks of the recipe cannot be trained on.
 
     Raises:
-        TaskNotFoundError, ConfigError: see ``actors.tasks.resolve_tasks``.
+        TaskNotFoundError, ConfigError: see ``recipe_checks.training_tasks``.
     """
     training_tasks(config)
+
+
+def require_evaluation_tasks(config: RunConfig, tail_calls: TailCalls | None) -> None:
+    """Fail before anything is written when the tasks of an evaluation cannot be played.
+
+    Raises:
+        TaskNotFoundError, ConfigError: see ``recipe_checks.check_evaluation_tasks``; a student's
+            tokenizer that no episode can be written with.
+    """
+    check_evaluation_tasks(config, tail_calls)
+    check_student_text(config)
 
 
 def require_teacher_files(config: RunConfig) -> None:
@@ -102,6 +122,8 @@ def require_teacher_files(config: RunConfig) -> None:
         )
     if teacher_is_here(config):
         check_teacher(config)
+    else:
+        check_teacher_text(teacher)  # written here all the same
 
 
 def require_engine(engine: EngineConfig | None) -> None:

@@ -8,17 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from actors.context_checks import check_contexts
+from actors.demonstrations import require_demonstrations
 from actors.hf_files import check_hf_student, read_hf_files
-from actors.student_side import WRITE_CALLS, routing_shape
+from actors.student_side import (
+    WRITE_CALLS,
+    named_tokenizer,
+    routing_shape,
+    student_chat,
+)
 from actors.tasks import make_environment, resolve_tasks
 from actors.teacher_files import check_teacher, read_teacher_files
+from actors.warm_start import require_warm_start
 from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import HFModelConfig, HFStudentConfig, MegatronModelConfig
 from miniverl_dist.environments.base import TaskInfo
 from miniverl_dist.errors import ConfigError, MissingDependencyError
-from miniverl_dist.tokens.load import load_tokenizer
+from miniverl_dist.schemas.evaluation import TailCalls
 from miniverl_dist.tokens.tokenizer import TokenizerLike
+from miniverl_dist.training.evaluate import assignments
+from rollout_server.curriculum import ReverseK
 
 
 @dataclass
@@ -35,7 +45,9 @@ def check_recipe(config: RunConfig) -> CheckedRecipe:
     """Look at everything that a recipe names and that this machine has.
 
     Raises:
-        ConfigError: a folder, a vocabulary or adapters do not fit.
+        ConfigError: a folder, a vocabulary or adapters do not fit, or what it starts from is not
+            there.
+        CheckpointError, ChecksumError: what it starts from is damaged.
         TaskNotFoundError: a task that the environment does not have.
     """
     found = CheckedRecipe()
@@ -47,6 +59,9 @@ def check_recipe(config: RunConfig) -> CheckedRecipe:
         tasks,
         lambda: check_student(config),
         lambda: check_teacher(config) if teacher_is_here(config) else None,
+        lambda: require_warm_start(config),
+        lambda: check_contexts(config),
+        lambda: require_demonstrations(config),
     )
     for check in checks:
         try:
@@ -78,15 +93,45 @@ def check_present_folders(config: RunConfig) -> int:
 
 
 def training_tasks(config: RunConfig) -> tuple[TaskInfo, ...]:
-    """The tasks to train on.
+    """The tasks to train on; those to evaluate are looked at too.
 
     Raises:
         MissingDependencyError: the environment is not installed.
-        TaskNotFoundError, ConfigError: see ``actors.tasks.resolve_tasks``.
+        TaskNotFoundError, ConfigError: see ``actors.tasks.resolve_tasks``; no task has a call to
+            make, or none to evaluate has as many as ``evaluation.tail_calls``.
     """
     tasks = make_environment(config, WRITE_CALLS).tasks()
-    train, _ = resolve_tasks(config, tasks)
+    train, held_out = resolve_tasks(config, tasks)
+    ReverseK(tasks, train, config.curriculum, seed=config.seed)
+    assignments(tasks, held_out, config.evaluation.tail_calls)
     return tuple(tasks[task_id] for task_id in train)
+
+
+def check_evaluation_tasks(config: RunConfig, tail_calls: TailCalls | None) -> None:
+    """Raise when the tasks of an evaluation by itself cannot be played.
+
+    Args:
+        config: Of the run.
+        tail_calls: T instead of the config's.
+
+    Raises:
+        See ``training_tasks``; what is trained on need not have a call.
+    """
+    tasks = make_environment(config, WRITE_CALLS).tasks()
+    _, held_out = resolve_tasks(config, tasks)
+    assignments(tasks, held_out, tail_calls or config.evaluation.tail_calls)
+
+
+def check_student_text(config: RunConfig) -> TokenizerLike:
+    """The student's whole tokenizer, when it has one that episodes can be written with.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or no chat format for it.
+        MissingDependencyError: what reads it is not installed.
+    """
+    tokenizer = named_tokenizer("student.tokenizer", config.student.tokenizer)
+    student_chat(config, tokenizer)
+    return tokenizer
 
 
 def check_student(config: RunConfig) -> None:
@@ -97,7 +142,7 @@ def check_student(config: RunConfig) -> None:
             does not fit parallelism, tokenizer or adapters.
         MissingDependencyError: what reads its tokenizer or folder is not installed.
     """
-    model = config.student.model
+    model, tokenizer = config.student.model, check_student_text(config)
     if isinstance(model, HFStudentConfig):
         check_hf_student(config, model)
     if not isinstance(model, MegatronModelConfig):
@@ -107,7 +152,7 @@ def check_student(config: RunConfig) -> None:
         raise ConfigError(f"student.model.parallel does not suit {model.config}: {problem}")
     routing_shape(config)
     if model.vocabulary == "full":
-        require_rows(architecture, model.config.name, load_tokenizer(config.student.tokenizer))
+        require_rows(architecture, model.config.name, tokenizer)
 
 
 def require_rows(architecture: Architecture, name: str, tokenizer: TokenizerLike) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.eval_jobs import EvaluationRequest, EvaluationRun
+from actors.kept_demonstrations import DEMONSTRATIONS, keep_demonstrations
 from actors.single import SingleActor
 from actors.tracking import Tracking
 from actors.warm_start import provenance
@@ -83,6 +84,8 @@ class Running:
     async def _train(self, resume_from: Path | None) -> RunSummary:
         actor = self._actor
         async with actor.reserved():
+            told = keep_demonstrations(self._config.config, self._run.path)
+            update_manifest(self._run, **{DEMONSTRATIONS: told})
             await actor.prepare()
             update_manifest(
                 self._run,

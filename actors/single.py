@@ -61,6 +61,7 @@ from rollout_server.traces import TraceMaker
 if TYPE_CHECKING:
     from actors.lab_builds import LabParts
     from miniverl_dist.backends.hf_teacher import BackboneTeacher
+    from miniverl_dist.schemas.teacher import TeacherRefusal
     from rollout_server.engines.base import Engine
     from rollout_server.episode import EpisodeWatcher
 
@@ -216,20 +217,25 @@ class SingleActor:
                 deadline_s=config.deadlines.publish_s,
                 on_quarantine=self._quarantined,
             )
+            player = await self._player(engine, prefixes, is_trained=with_scorer)
             ports = replace(
-                self._ports(students, weights, await self._player(engine, prefixes), teacher),
+                self._ports(students, weights, player, teacher),
                 targets=None if lab is None else lab.targets,
             )
             acting = evaluation_player(config, self.side, engine, clock)
             yield Parts(ports, self._evaluator(acting, tail_calls))
 
-    async def _player(self, engine: Engine, watcher: EpisodeWatcher | None) -> RolloutSource:
-        """Who plays what is trained on: the student, or nobody where episodes are stored."""
-        if self._config.demonstrations is None:
+    async def _player(
+        self, engine: Engine, watcher: EpisodeWatcher | None, *, is_trained: bool
+    ) -> RolloutSource:
+        """Who plays what is trained on: the student, or nobody where episodes are stored.
+
+        An evaluation asks for none: it can do without the stored ones.
+        """
+        told = self._config.demonstrations if is_trained else None
+        if told is None:
             return training_player(self._config, self.side, engine, self._clock, watcher=watcher)
-        return await stored_episodes(
-            self._config, self._config.demonstrations, self.side, self._clock
-        )
+        return await stored_episodes(self._config, told, self.side, self._clock, self._run_dir)
 
     def _lab(self, backbone: BackboneTeacher | None) -> LabParts | None:
         """Row loss and target source; None under an objective without whole distributions."""
@@ -238,9 +244,14 @@ class SingleActor:
         from actors.builds import student_head
         from actors.lab_builds import build_lab
 
-        def refused(trajectory_id: str, reason: str) -> None:
+        def refused(refusal: TeacherRefusal) -> None:
             self._recorder.count("targets_refused")
-            self._recorder.event(Event.TARGETS_REFUSED, trajectory_id=trajectory_id, reason=reason)
+            self._recorder.event(
+                Event.TARGETS_REFUSED,
+                trajectory_id=refusal.trajectory_id,
+                reason=refusal.reason.value,
+                detail=refusal.detail,
+            )
 
         vocabulary, student_bytes = student_head(self._config, self.tokenizer, self._run_dir)
         lab = build_lab(

@@ -80,6 +80,19 @@ def student_chat(config: RunConfig, tokenizer: TokenizerLike) -> ChatFormat:
     return Qwen36ChatFormat(tokenizer) if thinks else PlainChatMLFormat(tokenizer)
 
 
+def named_tokenizer(field: str, name_or_path: str) -> TokenizerLike:
+    """The tokenizer that a field of the recipe names.
+
+    Raises:
+        ConfigError: there is none, or one that cannot be used.
+        MissingDependencyError: what reads it is not installed.
+    """
+    try:
+        return load_tokenizer(name_or_path)
+    except TokenizerError as error:
+        raise ConfigError(f"{field}: {error}") from error
+
+
 def _has_special(tokenizer: TokenizerLike, text: str) -> bool:
     try:
         tokenizer.special_id(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from miniverl_dist.config.environments import (
@@ -21,6 +21,9 @@ from miniverl_dist.environments.sqlite_query import sqlite_query
 from miniverl_dist.environments.texts import CallWriter
 from miniverl_dist.errors import ConfigError, TaskNotFoundError
 from rollout_server.bfcl.environment import BfclEnvironment, BfclOptions
+
+_NUM_NAMED = 5
+_NUM_SHOWN = 2
 
 
 def environments(write_calls: CallWriter) -> EnvironmentRegistry:
@@ -79,12 +82,8 @@ def resolve_tasks(
     named = {"evaluation.doubtful_ids": config.evaluation.doubtful_ids}
     if isinstance(chosen, TaskIds):
         named["tasks"] = (*chosen.train, *chosen.eval)
-    for where, task_id in ((where, i) for where, ids in named.items() for i in ids):
-        if task_id not in tasks:
-            raise TaskNotFoundError(
-                f"{where}: there is no task {task_id!r} among the {len(tasks)} of "
-                f"{config.environment.kind} (the first is {next(iter(tasks))!r})"
-            )
+    for where, ids in named.items():
+        _require_known(where, ids, tasks, config.environment.kind)
     if isinstance(chosen, TaskIds):
         return chosen.train, chosen.eval
     train, held_out = split(tasks, chosen.split, chosen.num_eval, chosen.seed)
@@ -94,3 +93,18 @@ def resolve_tasks(
             f"training and {len(held_out)} evaluation tasks of {len(tasks)}"
         )
     return tuple(train), tuple(held_out)
+
+
+def _require_known(
+    where: str, ids: Iterable[str], tasks: Mapping[str, TaskInfo], kind: str
+) -> None:
+    unknown = [task_id for task_id in dict.fromkeys(ids) if task_id not in tasks]
+    if not unknown:
+        return
+    looks = ", ".join(repr(task_id) for task_id in list(tasks)[:_NUM_SHOWN])
+    named = ", ".join(repr(task_id) for task_id in unknown[:_NUM_NAMED])
+    more = f" and {len(unknown) - _NUM_NAMED} more" if len(unknown) > _NUM_NAMED else ""
+    raise TaskNotFoundError(
+        f"{where}: there is no task {named}{more} among the {len(tasks)} of {kind}, which are "
+        f"named {looks}, …"
+    )

@@ -16,7 +16,7 @@ from actors.hf_files import (
     read_model_config,
     weight_files,
 )
-from actors.student_side import has_declared_vocabulary
+from actors.student_side import has_declared_vocabulary, named_tokenizer
 from actors.tensor_headers import SAFETENSORS, Shapes, stored_shapes
 from miniverl_dist.backends.weights_io import read_json, write_json
 from miniverl_dist.config.models import RunConfig
@@ -27,7 +27,7 @@ from miniverl_dist.config.roles import (
     TeacherConfig,
     ToyModelConfig,
 )
-from miniverl_dist.errors import CheckpointError, ConfigError
+from miniverl_dist.errors import CheckpointError, ConfigError, TokenizerError
 from miniverl_dist.tokens.load import load_tokenizer
 
 TEACHER_BASE_FILE: Final = "teacher-base.json"
@@ -36,8 +36,11 @@ _TOKENIZER_FILE: Final = "tokenizer.json"
 
 
 def asks_teacher(config: RunConfig) -> bool:
-    """Whether training asks the teacher for anything."""
-    return config.teacher is not None and (config.uses_teacher or config.uses_targets)
+    """Whether training asks the teacher for anything, or fits it (for evaluations alone)."""
+    teacher = config.teacher
+    if teacher is None:
+        return False
+    return config.uses_teacher or config.uses_targets or teacher.fit is not None
 
 
 def check_teacher(config: RunConfig) -> None:
@@ -51,12 +54,29 @@ def check_teacher(config: RunConfig) -> None:
     teacher = config.teacher
     if teacher is None or not asks_teacher(config):
         return
+    check_teacher_text(teacher)
     if isinstance(teacher.model, HFModelConfig):
         _check_hf(config, teacher, teacher.model)
     elif isinstance(teacher.model, BackboneTeacherConfig):
         _check_adapter(config, teacher.model)
     elif isinstance(teacher.model, ToyModelConfig):
         _check_toy(config, teacher)
+
+
+def check_teacher_text(teacher: TeacherConfig) -> None:
+    """Raise when the texts that the teacher reads cannot be written with its tokenizer.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or it lacks the token that texts begin with.
+        MissingDependencyError: what reads it is not installed.
+    """
+    tokenizer = named_tokenizer("teacher.tokenizer", teacher.tokenizer)
+    if teacher.text_start is None:
+        return
+    try:
+        tokenizer.special_id(teacher.text_start)
+    except TokenizerError as error:
+        raise ConfigError(f"teacher.text_start: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from actors.recipe_checks import check_present_folders
+from actors.recipe_checks import check_present_folders, training_tasks
 from actors.teacher_side import TEACHER_FOLDER, TEACHER_REMEDY, TEACHER_SEAL_FILE
 from miniverl_dist.config.arms import BENCHMARK_KIND, load_benchmark
 from miniverl_dist.config.load import (
@@ -16,12 +17,13 @@ from miniverl_dist.config.load import (
     load_run_config,
     load_teacher_service,
 )
+from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.problems import explain_in_line
-from miniverl_dist.errors import ConfigError, RecordError
+from miniverl_dist.errors import ConfigError, MissingDependencyError, RecordError
 from miniverl_dist.lab.arms import check_matched
 from miniverl_dist.lab.teacher_cache import TEACHER_CACHE, TeacherCache
 from miniverl_dist.observability.events import Event
-from miniverl_dist.observability.metrics import metric_line
+from miniverl_dist.observability.metrics import metric_line, step_problem
 from miniverl_dist.observability.run_dir import (
     CHECKPOINT_MARKER,
     CHECKPOINTS,
@@ -56,6 +58,7 @@ def validate_path(path: Path) -> str:
             service = load_teacher_service(path)
             return f"teacher service {service.name}, kind {service.kind}"
         config = load_config(path).config
+        _known_tasks(config)
         folders = check_present_folders(config)
         told = f"recipe {config.name}, objective {config.objective}, {config.policy_label}"
         return told + (f", {_counted(folders, 'model folder')}" if folders else "")
@@ -71,11 +74,19 @@ def validate_path(path: Path) -> str:
     )
 
 
+def _known_tasks(config: RunConfig) -> None:
+    """Look for the tasks of a recipe where their data is here; else nothing can be said of them."""
+    with contextlib.suppress(MissingDependencyError):
+        training_tasks(config)
+
+
 def _benchmark(path: Path) -> str:
     loaded = load_benchmark(path)
     plan = loaded.config
     recipes = {name: loaded.recipe(arm.overrides).config for name, arm in plan.arms.items()}
     check_matched(plan, recipes)
+    for config in recipes.values():
+        _known_tasks(config)
     if plan.cold_start is not None:
         loaded.recipe(plan.cold_start.overrides)
     return f"benchmark {plan.name}, {_counted(len(recipes), 'arm')}, {len(plan.seeds)} seeds"
@@ -136,10 +147,15 @@ def _evaluation(path: Path) -> str:
 
 def _record_file(path: Path) -> str:
     check, noun = _CHECKS.get(path.name, (_trajectory, "trajectory"))
-    number = 0
+    number, step = 0, 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            check(line, f"{path}, line {number}")
+            found = check(line, f"{path}, line {number}")
+            if found is None:
+                continue
+            if problem := step_problem(step, found):
+                raise RecordError(f"{path}, line {number}: {problem}")
+            step = found
     return _counted(number, noun)
 
 
@@ -147,12 +163,14 @@ def _trajectory(line: bytes, where: str) -> None:
     parse_trajectory(line, where)
 
 
-def _metrics(line: bytes, where: str) -> None:
+def _metrics(line: bytes, where: str) -> int:
+    """The step that a line is of."""
     record = parse_json_line(line, where)
     try:
         metric_line(record)
     except RecordError as error:
         raise RecordError(f"{where}: {error}") from None
+    return int(record["step"])
 
 
 def _tokens(line: bytes, where: str) -> None:
@@ -171,7 +189,8 @@ def _event(line: bytes, where: str) -> None:
         raise RecordError(f"{where}: event {found!r} is not declared")
 
 
-_CHECKS: dict[str, tuple[Callable[[bytes, str], object], str]] = {
+_CHECKS: dict[str, tuple[Callable[[bytes, str], int | None], str]] = {
+    # A check says which step its line is of where there is one line for each step.
     RecordFile.METRICS: (_metrics, "step"),
     RecordFile.EVENTS: (_event, "event"),
     RecordFile.EVAL_TRAJECTORIES: (_trajectory, "evaluation trajectory"),

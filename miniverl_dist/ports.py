@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from miniverl_dist.schemas.batch import FloatArray, SftBatch, TrainBatch, UpdateResult
 from miniverl_dist.schemas.messages import FrozenModel, Message, ToolSchema
 from miniverl_dist.schemas.targets import TrajectoryTargets
-from miniverl_dist.schemas.teacher import TeacherResult
+from miniverl_dist.schemas.teacher import TeacherRefusal, TeacherResult
 from miniverl_dist.schemas.trajectory import SpanKind, Trajectory
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 
@@ -127,11 +127,14 @@ class TeacherScorer(Protocol):
         """Score, or refuse with a typed reason; raises only what config says is fatal."""
 
 
+TargetAnswer = TrajectoryTargets | TeacherRefusal
+
+
 class TargetSource(Protocol):
     """Finds what trajectories are compared with where whole distributions count."""
 
-    async def targets(self, trajectories: Sequence[Trajectory]) -> Mapping[str, TrajectoryTargets]:
-        """Targets by trajectory; one that the teacher cannot read is left out, and counted.
+    async def targets(self, trajectories: Sequence[Trajectory]) -> Mapping[str, TargetAnswer]:
+        """Targets by trajectory, or why the teacher has none; without a token to train on, neither.
 
         Raises:
             StaleCacheError: stored targets are about something else.

@@ -19,6 +19,10 @@ from miniverl_dist.objective.policy_loss import Metrics, policy_loss, reference_
 from miniverl_dist.objective.reduction import Denominators
 from miniverl_dist.schemas.batch import FloatArray, IntArray, TrainBatch
 
+_OF_ADVANTAGES = ("policy_loss", "clip_low_tokens", "clip_high_tokens", "dual_clip_tokens")
+_OF_WEIGHTS = "mismatch_capped_tokens"
+"""The KL to the reference has the mismatch weight too."""
+
 
 class Scored(NamedTuple):
     """Predictions of one microbatch."""
@@ -103,7 +107,11 @@ def policy_term(
     config: LossConfig,
     denominators: Denominators,
 ) -> tuple[Tensor, Metrics]:
-    """This microbatch's share of the step's policy loss, and its metrics."""
+    """This microbatch's share of the step's policy loss, and its metrics.
+
+    A batch without advantages gets a graph whose gradient is that of the KL alone. How far trainer,
+    engine and proximal policy are apart is measured all the same; what bounds nothing is absent.
+    """
     loss, metrics = policy_loss(
         scored.logprobs,
         proximal_logprobs=scored.take(arrays.proximal),
@@ -115,4 +123,8 @@ def policy_term(
         denominators=denominators,
         reference_logprobs=None if arrays.reference is None else scored.take(arrays.reference),
     )
-    return loss, metrics | {"entropy_sum": scored.entropy.sum()}
+    metrics |= {"entropy_sum": scored.entropy.sum()}
+    unmeasured: tuple[str, ...] = ()
+    if not batch.has_policy_term:
+        unmeasured = _OF_ADVANTAGES if config.kl_coef > 0 else (*_OF_ADVANTAGES, _OF_WEIGHTS)
+    return loss, {name: value for name, value in metrics.items() if name not in unmeasured}

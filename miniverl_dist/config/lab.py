@@ -98,8 +98,11 @@ class DemonstrationConfig(ConfigModel):
     trajectories: Path | None = None
     """A ``trajectories.jsonl`` whose episodes are learned from; None plays the oracle's."""
     only_passed: bool = True
-    """Leave out stored episodes that the verifier did not pass."""
+    """Leave out stored episodes that the verifier did not pass; scripted ones are all learned from,
+    those that ``noisy_fraction`` spoils too."""
     traces_per_task: PositiveInt = 8
+    """Scripted episodes of each task at each horizon."""
     max_tail_calls: PositiveInt = 1
+    """Horizons T of scripted episodes: 1 up to this."""
     noisy_fraction: Fraction = 0.0
     """Share of scripted episodes with a spoilt call."""

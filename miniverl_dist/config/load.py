@@ -15,16 +15,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from miniverl_dist import __version__
 from miniverl_dist.config.models import RunConfig
-from miniverl_dist.config.problems import explain
+from miniverl_dist.config.problems import Problem, dotted, explain
 from miniverl_dist.config.serve import TEACHER_SERVICES, TeacherServiceConfig
 from miniverl_dist.config.yaml_text import FieldPath, dump_yaml, parse_yaml
 from miniverl_dist.errors import ConfigError
@@ -37,6 +38,8 @@ from miniverl_dist.observability.run_dir import (
 )
 
 M = TypeVar("M", bound=BaseModel)
+_OVERRIDE: Final = "override "
+"""What the origin of an overridden field begins with."""
 
 
 @dataclass(frozen=True)
@@ -197,11 +200,13 @@ class _Layers:
         keys = tuple(name.split("."))
         if not separator or not all(keys):
             raise ConfigError(f"override {override!r}: expected KEY=VALUE, as in optim.lr=3e-6")
-        label = f"override {override}"
-        data = parse_yaml(value, label).data
+        label = f"{_OVERRIDE}{override}"
+        text = parse_yaml(value, label)
+        data = text.data
         for key in reversed(keys):
             data = {key: data}
-        self._add(data, {keys[: depth + 1]: label for depth in range(len(keys))})
+        written = [keys[: depth + 1] for depth in range(len(keys))]
+        self._add(data, dict.fromkeys([*written, *((*keys, *key) for key in text.lines)], label))
 
     def origin(self, path: FieldPath) -> str | None:
         """Where ``path``, or else the nearest mapping around it, was written."""
@@ -209,6 +214,29 @@ class _Layers:
             if path[:length] in self._origins:
                 return self._origins[path[:length]]
         return None
+
+    def blamed(self, problem: Problem) -> str | None:
+        """Where that was written which a problem is about.
+
+        One of a whole section is about the fields that it names, or else about all overrides that
+        have set a part of it: the last one alone may have nothing to do with it.
+        """
+        section = problem.path
+        while not _is_mapping_at(self.data, section):
+            if _is_field_at(self.data, section):
+                return self.origin(problem.path)
+            section = section[:-1]  # what is missing is a matter of what stands around it
+        depth = len(section)
+        inside = {
+            path: origin
+            for path, origin in self._origins.items()
+            if path[:depth] == section and _is_field_at(self.data, path)
+        }
+        named = [origin for path, origin in inside.items() if _names(problem.text, section, path)]
+        overrides = [o for o in named or inside.values() if o.startswith(_OVERRIDE)]
+        if overrides and (named or depth):
+            return " and ".join(dict.fromkeys(overrides))
+        return named[0] if named and depth else self.origin(problem.path)
 
     def _add(self, data: Mapping[str, Any], origins: Mapping[FieldPath, str]) -> None:
         self.data = merge(self.data, data)
@@ -218,6 +246,23 @@ class _Layers:
             for former in [o for o in self._origins if o[: len(path)] == path]:
                 del self._origins[former]
         self._origins.update(origins)
+
+
+def _names(text: str, section: FieldPath, path: FieldPath) -> bool:
+    """Whether a text about a section, or about the whole, says the name of a field of it."""
+    if path == ("name",):
+        return False  # a word of any sentence
+    names = {dotted(path), dotted(path[len(section) :])} if section else {dotted(path)}
+    return any(re.search(rf"(?<![\w.]){re.escape(n)}(?!\w|\.\w)", text) for n in names)
+
+
+def _is_field_at(data: object, path: FieldPath) -> bool:
+    """Whether a value stands there that is no mapping; another ``kind`` may have displaced it."""
+    for key in path:
+        if not isinstance(data, Mapping) or key not in data:
+            return False
+        data = data[key]
+    return not isinstance(data, Mapping)
 
 
 def _is_mapping_at(data: object, path: FieldPath) -> bool:
@@ -262,9 +307,7 @@ def _checked(layers: _Layers, path: Path, form: type[M]) -> M:
     try:
         return form.model_validate_json(json.dumps(layers.data), strict=True)
     except ValidationError as error:
-        lines = [
-            f"{layers.origin(problem.path) or path}: {problem}" for problem in explain(error, form)
-        ]
+        lines = [f"{layers.blamed(problem) or path}: {problem}" for problem in explain(error, form)]
         raise ConfigError("\n".join(lines)) from None
 
 

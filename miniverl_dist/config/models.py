@@ -110,6 +110,13 @@ class RunConfig(ConfigModel):
         return self.objective in ("grpo", "grpo_opd")
 
     @property
+    def has_policy_term(self) -> bool:
+        """Whether a token's advantage enters the loss, by whatever it comes from."""
+        is_lowered = self.loss.kl_coef > 0 and self.loss.kl_estimator == "k1_in_reward"
+        has_advantage = self.uses_group_advantage or self.opd is not None or is_lowered
+        return self.is_online and has_advantage
+
+    @property
     def acting_teacher_problem(self) -> str | None:
         """Why the teacher cannot play episodes itself; None where it can."""
         teacher = self.teacher

@@ -234,7 +234,7 @@ class RolloutConfig(ConfigModel):
     """Sampling and the limits of an episode."""
 
     engine: EngineConfig | None = None
-    """What samples a Megatron student (default: ``hf``); a toy student brings its own engine."""
+    """Samples a Megatron or hf student (the latter ``hf`` only, the default); a toy has its own."""
 
     temperature: Temperature = 1.0
     """Training samples, it does not decode greedily. Log-probabilities are divided by it on both
@@ -275,6 +275,7 @@ class GrpoConfig(ConfigModel):
     zero_variance: Literal["keep", "drop"] = "keep"
     """``drop`` refills a group whose rewards are all equal, up to ``max_refills`` times."""
     max_refills: NonNegativeInt = 4
+    """Spent too on groups without an episode to train on, which every online objective refills."""
 
 
 class OpdConfig(ConfigModel):
@@ -371,8 +372,7 @@ class LoopConfig(ConfigModel):
     that need no sight of the whole batch."""
     max_empty_batches: PositiveInt = 10
     analysed_groups: NonNegativeInt = 1
-    """Groups of each step whose tokens are written to token_analysis.jsonl, with unit, weight and
-    advantage of each."""
+    """Groups of each step whose sampled tokens are written to token_analysis.jsonl."""
 
 
 class EvaluationConfig(ConfigModel):

@@ -180,10 +180,10 @@ class SftConfig(ConfigModel):
     """Share of traces with a spoilt tail (wrong argument, wrong function, dropped argument, no
     call). They leave the variance within a group that GRPO needs."""
     mask_divergence: bool = False
-    """Leave the first spoilt token of a noisy trace out of the loss (the fitted teacher: it sees
-    errors, and how texts go on after them, but does not learn to begin them)."""
+    """``teacher.fit`` only: leave the first spoilt token of a noisy trace out of the loss. The
+    teacher sees errors, and how texts go on after them, but does not learn to begin them."""
     input_dropout: Fraction = 0.0
-    """Share of model-written input tokens replaced by random ones (the fitted teacher)."""
+    """Share of model-written input tokens replaced by random ones."""
 
 
 class StudentConfig(ConfigModel):
@@ -246,12 +246,14 @@ class TeacherConfig(ConfigModel):
     fitted: Path | None = None
     """Run that has fitted this very teacher: it is taken over instead of being fitted again."""
     on_failure: Literal["drop", "wait", "fail"] = "drop"
-    """A trajectory without a score keeps its GRPO advantage (``drop``), is asked for again until
-    the deadline (``wait``), or ends the step (``fail``)."""
+    """Under ``opd``: a trajectory without a score keeps its GRPO advantage (``drop``), is asked for
+    again until the deadline (``wait``; of a teacher over HTTP), or ends the step (``fail``)."""
     max_drop_fraction: Fraction = 0.5
-    """Above this share of unscored trajectories in a step the run fails loudly."""
+    """Above this share of trajectories without scores, or without the distributions of ``distill``,
+    in a step the run fails loudly."""
     deadline_s: PositiveFloat = 120.0
-    """For one score: retries, the wait for a slot, and that for a teacher at ``url`` to be back."""
+    """For one score under ``opd``: in this process, those before it included; over HTTP, retries,
+    the wait for a slot, and that for a teacher at ``url`` to be back. Distributions have none."""
     request_deadline_s: PositiveFloat = 60.0
     """For one HTTP request, beside what its length adds."""
     request_deadline_s_per_1k_tokens: NonNegativeFloat = 1.0

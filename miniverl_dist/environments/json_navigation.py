@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ _NAMES = _PEOPLE.split()
 _CITIES = ("Bern", "Cork", "Graz", "Kiel", "Lyon", "Oslo", "Riga", "Turin", "Vigo", "Ghent")
 _MAX_SHOWN = 80
 """Characters of a model's own text that an error repeats."""
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
+"""RFC 6901: ASCII digits without leading zeros; no list is longer than nine of them say."""
 
 
 class JsonTools:
@@ -82,8 +85,7 @@ def _child(value: object, step: str, where: str) -> object:
             raise ToolError(f"there is no key {shown!r} at {where[:_MAX_SHOWN]}")
         return value[step]
     if isinstance(value, list):
-        # isdigit alone would let digits of other scripts pass, and their number is not theirs here.
-        if not (step.isascii() and step.isdigit() and len(step) < 10 and int(step) < len(value)):
+        if not (_INDEX.fullmatch(step) and int(step) < len(value)):
             raise ToolError(
                 f"there is no index {shown!r} at {where[:_MAX_SHOWN]}: the list has {len(value)} "
                 "entries, counted from 0"

@@ -108,7 +108,7 @@ def read_episodes(path: Path, readable: ReadableIds, *, only_passed: bool) -> li
     """
     kept: list[Trajectory] = []
     for number, trajectory in _lines(path):
-        told = _readable_by(readable, trajectory, f"{path.name} line {number}")
+        told = _readable_by(readable, trajectory, f"{path.absolute()} line {number}")
         is_learned = told.passed or not only_passed
         if told.termination in HARNESS_TERMINATIONS or not is_learned:
             continue
@@ -116,7 +116,7 @@ def read_episodes(path: Path, readable: ReadableIds, *, only_passed: bool) -> li
         kept.append(told.model_copy(update={"trajectory_id": name}))
     if not kept:
         raise ConfigError(
-            f"demonstrations.trajectories: {path.name} holds no episode to learn from"
+            f"demonstrations.trajectories: {path.absolute()} holds no episode to learn from"
             + (" (only_passed leaves out what did not pass)" if only_passed else "")
         )
     return kept
@@ -150,10 +150,10 @@ def _lines(path: Path) -> Iterator[tuple[int, Trajectory]]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield number, _trajectory(line, f"{path.name} line {number}")
+                    yield number, _trajectory(line, f"{path.absolute()} line {number}")
     except OSError as error:
         raise ConfigError(
-            f"demonstrations.trajectories: cannot read {path.name}: {error.strerror or error}"
+            f"demonstrations.trajectories: cannot read {path.absolute()}: {error.strerror or error}"
         ) from None
 
 

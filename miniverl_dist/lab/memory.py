@@ -6,6 +6,7 @@ never trades it for another objective: it is an error that says what does not fi
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,13 +87,20 @@ def choose(
         free_bytes: Memory to plan with; None asks the config, then the machine.
 
     Raises:
-        ConfigError: the objective needs both in memory, and they do not fit.
+        ConfigError: the objective needs both in memory, and they do not fit; or not even the
+            student fits into what the recipe lets ``auto`` plan with.
     """
     limit = memory.limit_bytes or free_bytes or int(available_bytes() * SHARE_OF_FREE)
     needed = (
         f"student {_mib(estimate.student_bytes)}, teacher {_mib(estimate.teacher_bytes)} and one "
         f"chunk {_mib(estimate.chunk_bytes)} of {_mib(limit)}"
     )
+    if memory.strategy == "auto" and estimate.student_bytes > (memory.limit_bytes or math.inf):
+        # What a machine has free is no such limit: the student may live on a device of its own.
+        raise ConfigError(
+            f"memory.limit_bytes: not even the student fits ({needed}): raise it, or leave it out "
+            "to plan with what the machine has free"
+        )
     fits = estimate.resident_bytes <= limit
     settled = settled_strategy(memory, distill, is_online=is_online, is_shared=is_shared)
     if settled is None:
@@ -128,4 +136,4 @@ def available_bytes() -> int:
 
 
 def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size} bytes"

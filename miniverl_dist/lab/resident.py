@@ -18,7 +18,7 @@ from torch import Tensor
 from miniverl_dist.backends.distilled import known_rows
 from miniverl_dist.backends.vocabulary import AnyVocabulary
 from miniverl_dist.config.lab import DistillConfig
-from miniverl_dist.errors import TokenizerMismatchError
+from miniverl_dist.errors import ConfigError, TokenizerMismatchError
 from miniverl_dist.objective.chunked import ChunkTargetProvider
 from miniverl_dist.objective.distribution import FullTargets, Targets, TopKRows, keep_top_k
 from miniverl_dist.schemas.batch import IntArray
@@ -46,6 +46,28 @@ class TeacherModel(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, U]."""
+
+
+def require_top_k(shared: IntArray, vocabulary: AnyVocabulary, config: DistillConfig) -> None:
+    """Refuse a k that no row could have: what is kept are tokens of both.
+
+    Args:
+        shared: [teacher ids] the student's id for the same text, -1 where there is none.
+        vocabulary: Of the student.
+        config: Support and k.
+
+    Raises:
+        ConfigError: fewer tokens are shared.
+    """
+    if config.support != "top_k_tail":
+        return
+    rows = known_rows(vocabulary, shared)
+    num_shared = len(np.unique(rows[rows >= 0]))
+    if config.top_k > num_shared:
+        raise ConfigError(
+            f"distill.top_k is {config.top_k}, but student and teacher share {num_shared} tokens: "
+            "use at most so many"
+        )
 
 
 class ResidentTeacher:

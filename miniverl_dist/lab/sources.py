@@ -19,10 +19,17 @@ from typing import Protocol
 import numpy as np
 
 from miniverl_dist.config.lab import SelectionConfig
-from miniverl_dist.errors import RecordError, StaleCacheError, TeacherError
+from miniverl_dist.errors import (
+    RecordError,
+    StaleCacheError,
+    TeacherError,
+    UnspellableBytesError,
+)
 from miniverl_dist.lab.teacher_cache import content_key
+from miniverl_dist.ports import TargetAnswer
 from miniverl_dist.schemas.batch import BoolArray, IntArray
 from miniverl_dist.schemas.targets import TeacherContext, TopKTargets, TrajectoryTargets
+from miniverl_dist.schemas.teacher import RefusalReason, TeacherRefusal
 from miniverl_dist.schemas.trajectory import Trajectory
 from miniverl_dist.selection import select
 
@@ -71,8 +78,16 @@ class TargetStore(Protocol):
         """Forget the rows of all but the newest policy versions."""
 
 
-Refused = Callable[[str, str], None]
+Refused = Callable[[TeacherRefusal], None]
 """Told of a trajectory without targets, and why."""
+
+
+@dataclass(frozen=True)
+class TextLimit:
+    """The longest text that a teacher reads."""
+
+    num_tokens: int
+    set_by: str = "teacher.max_prefill_tokens"
 
 
 @dataclass(frozen=True)
@@ -122,8 +137,8 @@ class TeacherTexts:
     Args:
         choice: Of rows.
         view: A trajectory in the teacher's ids.
-        max_tokens: Longest text that the teacher reads.
-        on_refused: Told of each trajectory that has no targets.
+        limit: Of the teacher's text.
+        on_refused: Told of each trajectory that the teacher has refused.
     """
 
     def __init__(
@@ -131,33 +146,30 @@ class TeacherTexts:
         choice: RowChoice,
         view: Callable[[Trajectory], TextView],
         *,
-        max_tokens: int,
-        on_refused: Refused = lambda trajectory_id, reason: None,
+        limit: TextLimit,
+        on_refused: Refused = lambda refusal: None,
     ) -> None:
         self._choice, self._view = choice, view
-        self._max_tokens, self._on_refused = max_tokens, on_refused
+        self._limit, self._on_refused = limit, on_refused
 
-    async def targets(self, trajectories: Sequence[Trajectory]) -> Mapping[str, TrajectoryTargets]:
+    async def targets(self, trajectories: Sequence[Trajectory]) -> Mapping[str, TargetAnswer]:
         """See ``TargetSource``."""
-        found = {}
-        for trajectory in trajectories:
-            rows = self.rows(trajectory)
-            if rows is not None:
-                found[trajectory.trajectory_id] = rows
-        return found
+        answers = {each.trajectory_id: self.answer(each) for each in trajectories}
+        return {name: answer for name, answer in answers.items() if answer is not None}
 
-    def rows(self, trajectory: Trajectory) -> TrajectoryTargets | None:
-        """The rows of one trajectory, as a text; None where it has no token or is too long."""
+    def answer(self, trajectory: Trajectory) -> TargetAnswer | None:
+        """The rows of one trajectory, as a text; None where it has no token to train on."""
         trained = self._choice.trained(trajectory)
         if not len(trained):
             return None
-        view = self._view(trajectory)
-        if len(view.context_ids) > self._max_tokens:
-            self._on_refused(
-                trajectory.trajectory_id,
-                f"{len(view.context_ids)} teacher tokens, it reads {self._max_tokens}",
-            )
-            return None
+        try:
+            view = self._view(trajectory)
+        except UnspellableBytesError as error:
+            return self._refused(trajectory, RefusalReason.REJECTED, str(error))
+        size, limit = len(view.context_ids), self._limit
+        if size > limit.num_tokens:
+            detail = f"{size} teacher tokens, the limit is {limit.num_tokens} ({limit.set_by})"
+            return self._refused(trajectory, RefusalReason.TOO_LONG, detail)
         is_row = np.isin(view.student_positions, trained)
         is_row &= self._choice.among(trajectory, view.student_positions)
         return TrajectoryTargets(
@@ -167,6 +179,15 @@ class TeacherTexts:
             num_candidates=len(trained),
             context=TeacherContext(view.context_ids, view.teacher_positions[is_row]),
         )
+
+    def _refused(
+        self, trajectory: Trajectory, reason: RefusalReason, detail: str
+    ) -> TeacherRefusal:
+        refusal = TeacherRefusal(
+            trajectory_id=trajectory.trajectory_id, reason=reason, detail=detail
+        )
+        self._on_refused(refusal)
+        return refusal
 
 
 class StoredTeacher:
@@ -192,13 +213,15 @@ class StoredTeacher:
         self._texts, self._load, self._store = texts, load, store
         self._choice, self._keep_versions = choice, keep_versions
 
-    async def targets(self, trajectories: Sequence[Trajectory]) -> Mapping[str, TrajectoryTargets]:
+    async def targets(self, trajectories: Sequence[Trajectory]) -> Mapping[str, TargetAnswer]:
         """See ``TargetSource``."""
-        found: dict[str, TrajectoryTargets] = {}
+        found: dict[str, TargetAnswer] = {}
         asked: dict[str, tuple[str, TrajectoryTargets]] = {}
         for trajectory in trajectories:
-            rows = self._texts.rows(trajectory)
-            if rows is None or rows.context is None:
+            rows = self._texts.answer(trajectory)
+            if isinstance(rows, TeacherRefusal):
+                found[rows.trajectory_id] = rows
+            if not isinstance(rows, TrajectoryTargets) or rows.context is None:
                 continue
             name = rows.trajectory_id
             key = content_key(trajectory.token_ids, rows.context.token_ids, self._choice)

@@ -155,6 +155,18 @@ def metric_line(record: Mapping[str, MetricValue]) -> dict[str, object]:
     return {name: _json_value(name, value) for name, value in record.items()}
 
 
+def step_problem(former: int, step: int) -> str | None:
+    """What is wrong where ``step`` follows ``former``; 0 is before the first.
+
+    A resumed run cuts what it does again from its file: whatever it goes through, a file holds
+    each step once, from 1 on.
+    """
+    if step == former + 1:
+        return None
+    what = "a line is missing" if step > former + 1 else "a line is there twice, or out of place"
+    return f"found step {step}, expected {former + 1}: {what}"
+
+
 def _json_value(name: str, value: object) -> object:
     if isinstance(value, Mapping):
         if not METRICS[name].is_by_key:

@@ -44,6 +44,8 @@ class EvaluationTable:
     title: str
     head: tuple[str, ...]
     rows: list[tuple[str, ...]]
+    is_setting: bool = False
+    """Says how it was measured, not what was found."""
 
 
 def evaluation_tables(report: EvaluationReport) -> list[EvaluationTable]:
@@ -59,8 +61,12 @@ def evaluation_tables(report: EvaluationReport) -> list[EvaluationTable]:
         _pass_at_k(lines),
         _by_class(lines, report),
         _by_tail(lines),
-        EvaluationTable("How the policies were asked", _ASKED_HEAD, [*_asked(report.rows)]),
-        EvaluationTable("Settings of the recipe", ("Field", "Value"), _settings(report)),
+        EvaluationTable(
+            "How the policies were asked", _ASKED_HEAD, [*_asked(report.rows)], is_setting=True
+        ),
+        EvaluationTable(
+            "Settings of the recipe", ("Field", "Value"), _settings(report), is_setting=True
+        ),
     ]
     return [table for table in tables if table.rows]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +16,7 @@ from miniverl_dist.config.problems import explain_in_line
 from miniverl_dist.config.yaml_text import parse_yaml
 from miniverl_dist.errors import ConfigError, RecordError
 from miniverl_dist.observability.events import Event
-from miniverl_dist.observability.metrics import NOT_A_NUMBER
+from miniverl_dist.observability.metrics import NOT_A_NUMBER, step_problem
 from miniverl_dist.observability.run_dir import (
     CONFIG_RESOLVED,
     EVALUATION,
@@ -95,18 +96,27 @@ def load_run_data(run_dir: Path, *, num_samples: int = 5) -> RunData:
 
 
 def _read_training(run: RunDirectory, data: RunData, num_samples: int) -> None:
-    by_step = {
-        record["step"]: record
+    told = [
+        record
         for record in _salvage(run, RecordFile.METRICS, data.notes)
         if isinstance(record.get("step"), int)
-    }
+    ]
+    by_step = {record["step"]: record for record in told}
     data.metrics = [by_step[step] for step in sorted(by_step)]
+    data.notes += _step_notes([record["step"] for record in told])
     _read_events(run, data)
     data.evaluation = _read_evaluation(run, data.notes)
     data.samples, data.analyses = choose_samples(run, num_samples, data.notes)
     if data.analyses:
         fingerprint = data.samples[0].tokenizer_fingerprint
         data.texts = load_token_texts(run.path, data.config, fingerprint, data.notes)
+
+
+def _step_notes(steps: Sequence[int]) -> Iterator[str]:
+    """The first place where the steps do not run on by one."""
+    problems = [p for pair in pairwise((0, *steps)) if (p := step_problem(*pair)) is not None]
+    if problems:
+        yield f"{RecordFile.METRICS}: {problems[0]} ({len(problems)} such places)"
 
 
 def _status(run: RunDirectory, data: RunData) -> str:

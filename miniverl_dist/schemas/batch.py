@@ -55,6 +55,8 @@ class TrainBatch:
     is_sampled: bool = True
     """False for stored episodes: there is no sampling engine, so no policy loss, and
     ``rollout_logprobs`` are NaN throughout."""
+    has_policy_term: bool = True
+    """False where no advantage enters the loss: then nothing is clipped."""
     distillation: Distillation | None = None
     """Rows that are compared with a teacher's distribution, or learned as they stand."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -9,7 +9,7 @@ Shapes: T tokens of a trajectory, S tokens of a span, N packed tokens of the bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +26,16 @@ from miniverl_dist.alignment.credit import opd_weights, stopped, unit_log_ratios
 from miniverl_dist.alignment.mau import align
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import OpdConfig
-from miniverl_dist.errors import RecordError, TeacherDropFractionError
+from miniverl_dist.errors import RecordError
 from miniverl_dist.packing import sequence_ids, sequence_starts, split_minibatches
-from miniverl_dist.ports import ScoredGroup, ScoredTrajectory
+from miniverl_dist.ports import ScoredGroup, ScoredTrajectory, TargetAnswer
 from miniverl_dist.schemas.batch import BoolArray, FloatArray, IntArray, TrainBatch
 from miniverl_dist.schemas.routing import PackedRows, pack_rows
-from miniverl_dist.schemas.targets import Distillation
-from miniverl_dist.schemas.teacher import TeacherRefusal, TeacherScore
+from miniverl_dist.schemas.targets import Distillation, TrajectoryTargets
+from miniverl_dist.schemas.teacher import TeacherScore
 from miniverl_dist.schemas.token_analysis import TokenAnalysis
 from miniverl_dist.schemas.trajectory import HARNESS_TERMINATIONS, Trajectory
+from miniverl_dist.training.drops import check_drops
 from miniverl_dist.training.target_rows import Targets, pack_targets, trained_mask
 from miniverl_dist.training.token_credit import TokenCredit, analyse
 
@@ -100,7 +101,7 @@ def build_batch(
     groups: Sequence[ScoredGroup],
     config: RunConfig,
     byte_ends: SpanByteEnds,
-    targets: Targets | None = None,
+    answers: Mapping[str, TargetAnswer] | None = None,
 ) -> BuiltBatch:
     """Build the batch of one step.
 
@@ -108,7 +109,7 @@ def build_batch(
         groups: In FIFO order.
         config: Of the run.
         byte_ends: Of the student's tokens.
-        targets: The teacher's distributions, under an objective that compares them.
+        answers: The teacher's distributions by trajectory, under an objective that compares them.
 
     Harness faults are left out and counted. A trajectory without a score keeps its group
     advantage, also counted; too many of them fail the step.
@@ -130,7 +131,9 @@ def build_batch(
     advantage = _group_advantage(members, config, metrics)
     credits = _credits(members, config, byte_ends, metrics)
     if config.uses_targets:
-        _require_targets(members, targets or {}, config, metrics)
+        told = answers or {}
+        check_drops([told.get(m.trajectory.trajectory_id) for m in members], config, metrics)
+    targets = None if answers is None else _answered(answers)
     batch = _pack(members, advantage, credits, config, metrics, targets)
     analysed = {group.assignment.group_id for group in groups[: config.loop.analysed_groups]}
     analysis = [
@@ -176,13 +179,11 @@ def _credits(
 ) -> list[TokenCredit]:
     """OPD credit of every member; without a score nothing is credited (and never guessed)."""
     credits: list[TokenCredit] = []
-    num_scored = 0
     for member in members:
         if config.opd is not None and isinstance(member.teacher, TeacherScore):
             credits.append(
                 credit_trajectory(member.trajectory, member.teacher, byte_ends, config.opd)
             )
-            num_scored += 1
         else:
             size = len(member.trajectory.token_ids)
             nothing = np.zeros(size, dtype=bool)
@@ -190,45 +191,14 @@ def _credits(
                 TokenCredit(np.full(size, np.nan), nothing, nothing, np.zeros(0), np.full(size, -1))
             )
     if config.uses_teacher:
-        _check_drops(members, num_scored, config, metrics)
+        check_drops([member.teacher for member in members], config, metrics)
     return credits
 
 
-def _require_targets(
-    members: Sequence[ScoredTrajectory],
-    targets: Targets,
-    config: RunConfig,
-    metrics: dict[str, float],
-) -> None:
-    """Count trajectories without targets; too many of them fail the step."""
-    num_answered = sum(member.trajectory.trajectory_id in targets for member in members)
-    _check_drops(members, num_answered, config, metrics)
-
-
-def _check_drops(
-    members: Sequence[ScoredTrajectory],
-    num_answered: int,
-    config: RunConfig,
-    metrics: dict[str, float],
-) -> None:
-    dropped = len(members) - num_answered
-    metrics["teacher_dropped"] = float(dropped)
-    metrics["teacher_scored_fraction"] = num_answered / len(members)
-    limit = config.teacher.max_drop_fraction if config.teacher is not None else 0.0
-    if dropped > limit * len(members):
-        raise TeacherDropFractionError(_drop_message(members, dropped, config))
-
-
-def _drop_message(members: Sequence[ScoredTrajectory], dropped: int, config: RunConfig) -> str:
-    refusals = [m.teacher for m in members if isinstance(m.teacher, TeacherRefusal)]
-    reasons = sorted({f"{r.reason}: {r.detail}" for r in refusals})
-    limit = config.teacher.max_drop_fraction if config.teacher else 0.0
-    return (
-        f"{dropped} of {len(members)} trajectories have no teacher score, more than "
-        f"teacher.max_drop_fraction = {limit} allows; the teacher said: "
-        f"{'; '.join(reasons[:3]) or 'nothing'}. Mend the teacher, then `miniverl-dist resume`; "
-        "where a limit of the config is the cause, start a new run with another one"
-    )
+def _answered(answers: Mapping[str, TargetAnswer]) -> Targets:
+    return {
+        name: answer for name, answer in answers.items() if isinstance(answer, TrajectoryTargets)
+    }
 
 
 def _pack(
@@ -284,6 +254,7 @@ def _pack(
         temperature=config.rollout.temperature,
         routed_experts=_routing(members, cuts, config),
         is_sampled=config.is_online,
+        has_policy_term=config.has_policy_term,
         distillation=_rows(members, targets, starts, steps, metrics),
         metrics=metrics,
     )
@@ -387,7 +358,8 @@ def _credit_metrics(
     advantages: FloatArray,
     config: RunConfig,
 ) -> None:
-    metrics["advantage_abs_mean"] = float(np.abs(advantages).mean())
+    if config.uses_group_advantage or config.opd is not None:
+        metrics["advantage_abs_mean"] = float(np.abs(advantages).mean())
     ratios = np.concatenate([c.reverse_kl for c in credits])
     if config.opd is None or not len(ratios) or not len(weights):
         return

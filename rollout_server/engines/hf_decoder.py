@@ -53,8 +53,8 @@ class Running(Protocol):
     routing: list[ExpertRows]
 
 
-def empty_model(folder: Path, *, dtype: str, device: str) -> Any:  # noqa: ANN401 - untyped library
-    """The architecture that a folder's ``config.json`` describes, its weights not filled yet.
+def sampled_config(folder: Path) -> Any:  # noqa: ANN401 - untyped library
+    """What a folder's ``config.json`` describes, where the decoder can sample it.
 
     Raises:
         ConfigError: there is no such file, or its model's caches cannot be padded.
@@ -75,6 +75,16 @@ def empty_model(folder: Path, *, dtype: str, device: str) -> Any:  # noqa: ANN40
                 f"{type(layer).__name__} caches (sliding-window attention, running states), which "
                 "cannot be padded: use another engine"
             )
+    return config
+
+
+def empty_model(folder: Path, *, dtype: str, device: str) -> Any:  # noqa: ANN401 - untyped library
+    """The architecture that a folder's ``config.json`` describes, its weights not filled yet.
+
+    Raises:
+        ConfigError: see ``sampled_config``.
+    """
+    config = sampled_config(folder)
     # Some modules draw numbers even so; whoever seeded torch must not notice.
     with torch.random.fork_rng(devices=[]), no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

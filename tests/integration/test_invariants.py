@@ -82,10 +82,10 @@ ONE_PER_SECTION = (
     "environment.max_observation_chars=81",
     'tasks.eval=["multi_turn_base_11"]',
     "student.warmup.num_steps=13",
-    "teacher.max_retries=9",
-    "curriculum.pass_threshold=0.1",
+    "teacher.max_drop_fraction=0.4",
+    "curriculum.max_tail_calls=1",
     "rollout.max_new_tokens=25",
-    "grpo.std_floor=0.1",
+    "grpo.max_refills=9",
     "opd.coef=0.2",
     "loss.clip_low=0.1",
     "optim.lr=1e-5",
@@ -101,19 +101,19 @@ ONE_PER_SECTION = (
 
 
 LAB_SECTIONS = ("distill.top_k=9", "selection.ratio=0.6", "memory.strategy=resident")
-STORED = ("objective=offline_kd", "demonstrations={}")
+STORED = ("objective=offline_kd", "demonstrations={}", "curriculum.schedule=on_success")
 
 
 def test_the_digest_sees_every_section() -> None:
     """What a run is resumed under is all of its config."""
-    changes = [*ONE_PER_SECTION, *LAB_SECTIONS, "demonstrations.only_passed=false"]
+    changes = [*ONE_PER_SECTION, *LAB_SECTIONS, "demonstrations.noisy_fraction=0.3"]
     sections = {override.partition("=")[0].partition(".")[0] for override in changes}
     assert sections == set(RunConfig.model_fields)
     plain = {load_config(RECIPE_FILE, [override]).digest for override in ONE_PER_SECTION}
     lab = {load_config(LAB_RECIPE_FILE, [override]).digest for override in LAB_SECTIONS}
     stored = {
         load_config(LAB_RECIPE_FILE, [*STORED, *more]).digest
-        for more in ([], ["demonstrations.only_passed=false"])
+        for more in ([], ["demonstrations.noisy_fraction=0.3"])
     }
     untouched = {load_config(path).digest for path in (RECIPE_FILE, LAB_RECIPE_FILE)}
     assert len(plain | lab | stored | untouched) == len(changes) + 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -13,14 +14,23 @@ from actors import launch
 from actors.arms_results import measure
 from actors.inspection import run_view
 from actors.validation import validate_path
-from miniverl_dist.config.load import load_config
-from miniverl_dist.errors import ChecksumError, ConfigError, TokenizerMismatchError
+from miniverl_dist.config.load import load_config, load_run_config
+from miniverl_dist.errors import (
+    ChecksumError,
+    ConfigError,
+    ResumeError,
+    TeacherDropFractionError,
+    TokenizerMismatchError,
+)
 from miniverl_dist.lab.teacher_cache import TeacherCache
 from miniverl_dist.observability.progress import SilentProgress
 
 pytestmark = [pytest.mark.tokenizers]
 RECIPE = Path(__file__).resolve().parents[1] / "fixtures" / "tiny_lab.yaml"
-STORED = ["loss.kl_coef=0", "student.warmup=null", "demonstrations={traces_per_task: 2}"]
+STORED = [
+    *("curriculum.schedule=on_success", "loss.kl_coef=0"),
+    *("student.warmup=null", "demonstrations={traces_per_task: 2}"),
+]
 ALL_TOKENS = ["selection.kind=all_model_tokens", "selection.ratio=0.25"]
 SFT = [
     "objective=sft",
@@ -35,11 +45,13 @@ SAME = ["teacher.tokenizer=qwen3.6", "teacher.rendering=verbatim"]
 EXACT = [*SAME, "distill.support=exact_full_vocab", "distill.top_k=32", "memory.strategy=auto"]
 
 
-POLICY_ONLY = {
-    *("policy_loss", "kl_loss", "ratio_max", "entropy_mean", "clip_low_fraction"),
-    *("clip_high_fraction", "dual_clip_fraction", "mismatch_mean_abs", "mismatch_max_ratio"),
-    *("mismatch_kl", "mismatch_capped_fraction", "reference_kl_mean", "reward_mean", "pass_rate"),
-    *("advantage_abs_mean", "group_advantage_abs_mean", "num_zero_variance_groups"),
+OF_ADVANTAGES = {
+    *("policy_loss", "advantage_abs_mean", "group_advantage_abs_mean", "clip_low_fraction"),
+    *("clip_high_fraction", "dual_clip_fraction", "mismatch_capped_fraction"),
+}
+POLICY_ONLY = OF_ADVANTAGES | {
+    *("kl_loss", "ratio_max", "entropy_mean", "mismatch_mean_abs", "mismatch_max_ratio"),
+    *("mismatch_kl", "reference_kl_mean", "reward_mean", "pass_rate", "num_zero_variance_groups"),
     *("policy_lag_mean", "policy_lag_max", "tail_calls_mean", "tail_calls_max"),
     "finished_tasks_fraction",
 }
@@ -91,11 +103,7 @@ def test_sft_learns_stored_episodes_without_a_teacher(tmp_path: Path) -> None:
 def test_sft_goes_on_from_what_another_run_has_stored(tmp_path: Path) -> None:
     first = train(tmp_path / "a", *SFT)
     path = first / "trajectories.jsonl"
-    again = [
-        *SFT,
-        f"demonstrations.trajectories={path}",
-        "demonstrations.only_passed=false",
-    ]
+    again = [*SFT[:-1], f"demonstrations={{trajectories: {path}, only_passed: false}}"]
     metrics(train(tmp_path / "b", *again))
     ids = [f"calculator_easy_{number:03d}" for number in range(9)]
     more = ["environment.num_tasks=9", f"tasks.train={json.dumps(ids)}"]
@@ -110,12 +118,72 @@ def test_sft_goes_on_from_what_another_run_has_stored(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()  # found before anything is made, fitted or written
 
 
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run over a file named by a relative path, whose last step was lost."""
+    first = train(tmp_path / "a", *SFT)
+    for name in ("trajectories.jsonl", "student-vocabulary.json"):
+        (tmp_path / name).write_bytes((first / name).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    again = "demonstrations={trajectories: trajectories.jsonl, only_passed: false}"
+    run = train(tmp_path / "b", *SFT[:-1], again)
+    shutil.rmtree(run / "checkpoints" / "step-000003")
+    return run
+
+
+def test_a_run_goes_on_only_with_the_episodes_that_it_was_started_with(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    whole, told = path.read_bytes(), (stopped / "metrics.jsonl").read_bytes()
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    assert manifest["demonstrations"] == {
+        "name": "trajectories.jsonl",
+        "sha256": hashlib.sha256(whole).hexdigest(),
+    }
+    path.write_bytes(whole.splitlines(keepends=True)[0] + whole)
+    found = rf"found {path} with SHA-256 .*; expected SHA-256 .*: restore the file, or start a new"
+    with pytest.raises(ResumeError, match=found):
+        launch.resume(stopped, progress=SilentProgress())
+    path.unlink()
+    with pytest.raises(ResumeError, match=rf"cannot read {path}: No such file"):
+        launch.resume(stopped, progress=SilentProgress())
+    assert (stopped / "metrics.jsonl").read_bytes() == told
+    assert json.loads((stopped / "manifest.json").read_text())["status"] == "finished"
+
+    path.write_bytes(whole)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    launch.resume(stopped, progress=SilentProgress())
+    losses = [json.loads(line)["loss"] for line in told.splitlines()]
+    assert [line["loss"] for line in metrics(stopped)] == losses
+
+
+def test_what_only_reads_a_run_does_without_its_episodes(stopped: Path, tmp_path: Path) -> None:
+    (tmp_path / "trajectories.jsonl").unlink()
+    launch.evaluate(
+        load_run_config(stopped),
+        policies=("student",),
+        checkpoint=stopped / "checkpoints" / "step-000002",
+        tail_calls=None,
+        output=tmp_path / "eval",
+        progress=SilentProgress(),
+    )
+    assert (tmp_path / "eval" / "eval.json").is_file()
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    for told in (manifest, {k: v for k, v in manifest.items() if k != "demonstrations"}):
+        (stopped / "manifest.json").write_text(json.dumps(told))  # at last of an earlier version
+        assert "3 steps" in validate_path(stopped)
+        assert "sft" in run_view(stopped).text
+
+
 def test_stored_episodes_outlive_another_declared_vocabulary(tmp_path: Path) -> None:
     """A toy's vocabulary hangs on its tasks and warm-up; what counts is that it has the ids."""
     first = train(tmp_path / "a", *SFT)
-    again = [*SFT[:-3], SFT[-1], "demonstrations.only_passed=false", "student.warmup.num_steps=1"]
     stored = first / "trajectories.jsonl"
-    second = train(tmp_path / "b", *again, f"demonstrations.trajectories={stored}")
+    again = [*SFT[:-2], "student.warmup.num_steps=1"]
+    told = "demonstrations={{trajectories: {}, only_passed: false}}".format
+    second = train(tmp_path / "b", *again, told(stored))
     ours, theirs = lines(second / "trajectories.jsonl"), lines(stored)
     fingerprints = [one[0]["trajectory"]["tokenizer_fingerprint"] for one in (ours, theirs)]
     assert fingerprints[0] != fingerprints[1]
@@ -125,7 +193,7 @@ def test_stored_episodes_outlive_another_declared_vocabulary(tmp_path: Path) -> 
     alone = tmp_path / "alone.jsonl"
     alone.write_bytes(stored.read_bytes())
     with pytest.raises(TokenizerMismatchError, match=r"leave the run's student-vocabulary\.json"):
-        train(tmp_path / "c", *again, f"demonstrations.trajectories={alone}")
+        train(tmp_path / "c", *again, told(alone))
     assert not (tmp_path / "c").exists()
 
 
@@ -146,7 +214,9 @@ def test_opd_with_a_teacher_that_comes_and_goes(tmp_path: Path) -> None:
     told = metrics(run)
     assert memory_choice(run) == "swap"
     assert all(0 < line["teacher_queried_position_ratio"] < 1 for line in told)
-    assert all(line["policy_loss"] == 0 for line in told)  # no reward enters
+    for line in told:  # nothing has an advantage: no policy loss, and nothing that it would clip
+        assert not OF_ADVANTAGES & line.keys()
+        assert {"entropy_mean", "mismatch_mean_abs", "ratio_max"} <= line.keys()
     assert all(line["loss"] == pytest.approx(line["distill_loss"]) for line in told)
     for line in told:
         by_kind = line["loss_by_span_type"]
@@ -186,6 +256,26 @@ def test_exact_divergence_of_a_privileged_teacher(tmp_path: Path) -> None:
     assert all(line["num_target_rows"] > 0 for line in told)
     # The oracle's words reach neither the student nor what is recorded of it.
     assert "Reference solution" not in (run / "trajectories.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("memory.strategy=resident",), ("memory.strategy=swap",), tuple(KD)],
+    ids=["resident", "swap", "stored episodes"],
+)
+def test_texts_that_are_too_long_for_the_teacher_end_the_run_in_its_words(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = (
+        r"6 of 6 trajectories have no teacher targets, .*; the teacher said: too_long: \d+ teacher "
+        r"tokens, the limit is 10 \(teacher\.max_prefill_tokens\).* start a new run in which the "
+        r"teacher may read more \(teacher\.max_prefill_tokens"
+    )
+    with pytest.raises(TeacherDropFractionError, match=found):
+        train(tmp_path, "teacher.max_prefill_tokens=10", *overrides)
+    refused = [e for e in lines(tmp_path / "run/events.jsonl") if e["event"] == "targets_refused"]
+    assert {event["reason"] for event in refused} == {"too_long"}
+    assert all("the limit is 10" in event["detail"] for event in refused)
 
 
 def test_a_step_without_a_row_is_told(tmp_path: Path) -> None:

@@ -60,10 +60,16 @@ def test_one_actor_gives_the_same_weights(alone: Path, tmp_path: Path) -> None:
     assert numbers(hosted) == numbers(alone)
 
 
+OFFLINE_KD = (
+    *("objective=offline_kd", "demonstrations={}"),
+    *("memory.strategy=auto", "curriculum.schedule=on_success"),
+)
+
+
 @pytest.mark.usefixtures("shared_cluster")
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("objective=offline_kd", "demonstrations={}", "memory.strategy=auto")],
+    [(), OFFLINE_KD],
     ids=["opd", "offline_kd"],
 )
 def test_one_actor_distils_whole_distributions_as_one_process_does(

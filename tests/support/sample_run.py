@@ -30,7 +30,7 @@ RECIPE = """\
 name: sample
 objective: grpo
 seed: 3
-tasks: {kind: ids, train: [task_1, task_2], eval: [task_1]}
+tasks: {kind: ids, train: [multi_turn_base_1, multi_turn_base_2], eval: [multi_turn_base_1]}
 student: {}
 loop: {num_steps: 3, num_groups: 2, group_size: 2}
 """

@@ -62,7 +62,10 @@ class TestErrors:
         before = sorted(run.parent.iterdir())
         code, _, err = outcome("train", "sample.yaml", "-o", "objective=grpo_opd")
         assert code == 2
-        assert err == "error: sample.yaml: objective grpo_opd needs a `teacher` section\n"
+        assert (
+            err
+            == "error: override objective=grpo_opd: objective grpo_opd needs a `teacher` section\n"
+        )
         assert sorted(run.parent.iterdir()) == before
 
     def test_unknown_commands_and_missing_arguments(self) -> None:
@@ -148,6 +151,15 @@ print("HEAVY", sorted(heavy & set(sys.modules)))
     ) -> None:
         result = python(WITHOUT_HEAVY, *arguments, cwd=run.parent)
         assert (result.returncode, result.stderr) == (0, "")
+
+    def test_tasks_are_looked_for_where_their_data_is_installed(self, run: Path) -> None:
+        text = Path("sample.yaml").read_text().replace("multi_turn_base_2", "nowhere")
+        Path("wrong.yaml").write_text(text)
+        result = python(WITHOUT_HEAVY, "validate", "wrong.yaml", cwd=run.parent)
+        assert (result.returncode, result.stderr) == (0, "")
+        code, _, err = outcome("validate", "wrong.yaml")
+        assert code == 2
+        assert "there is no task 'nowhere' among the 200 of bfcl" in err
 
     def test_the_doctor_works_without_them_and_says_what_to_install(self, run: Path) -> None:
         result = python(WITHOUT_HEAVY, "doctor", "--json", cwd=run.parent)
@@ -275,3 +287,17 @@ class TestCommands:
         code, _, err = outcome("eval", run, "--policy", "student", "--checkpoint", "step-000099")
         assert code == 2
         assert "--checkpoint step-000099: there is no such checkpoint; " in err
+
+    def test_a_comparison_calls_itself_by_the_name_it_was_called_by(self) -> None:
+        shown = outcome("eval", "compare", "--help")[1]
+        assert " eval compare [OPTIONS] " in shown
+        assert "compare-evals" not in shown
+
+    def test_a_folder_that_is_not_made_is_not_announced(self, tmp_path: Path) -> None:
+        recipe, folder = ROOT / "configs" / "lab_calculator.yaml", tmp_path / "new"
+        wrong = "tasks.eval=[calculator_easy_099]"
+        code, out, err = outcome("train", recipe, "-o", wrong, "--run-dir", folder)
+        assert code == 2
+        assert "there is no task 'calculator_easy_099'" in err
+        assert "run directory" not in out + err
+        assert not folder.exists()

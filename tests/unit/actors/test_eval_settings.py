@@ -41,3 +41,14 @@ def test_a_doubtful_task_that_does_not_exist_is_an_error() -> None:
     unknown = run_config(evaluation={"doubtful_ids": ["a", "b"]} | DOUBT)
     with pytest.raises(TaskNotFoundError, match=r"evaluation\.doubtful_ids: there is no task 'b'"):
         resolve_tasks(unknown, TASKS)
+
+
+def test_all_tasks_that_do_not_exist_are_named() -> None:
+    many = ["a", *(f"x{number}" for number in range(7))]
+    config = run_config(tasks={"train": many, "eval": ["x0", "y"]})
+    with pytest.raises(TaskNotFoundError) as caught:
+        resolve_tasks(config, TASKS)
+    assert str(caught.value) == (
+        "tasks: there is no task 'x0', 'x1', 'x2', 'x3', 'x4' and 3 more among the 1 of bfcl, "
+        "which are named 'a', …"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -169,3 +170,25 @@ async def test_what_is_damaged_is_not_exported(
     with pytest.raises(error, match=message):
         export_run(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["2", "step-000002", "{run}/checkpoints/step-000002"])
+async def test_a_checkpoint_is_named_by_its_step_its_name_or_its_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "2").mkdir()  # a folder that happens to have that name
+    run, _ = await hf_run(tmp_path)
+    told = export_run(run, tmp_path / "out", checkpoint=name.format(run=run))
+    assert told["checkpoint"]["name"] == "step-000002"
+
+
+async def test_a_checkpoint_that_the_run_does_not_have_is_refused(tmp_path: Path) -> None:
+    run, _ = await hf_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"^--checkpoint 3: there is no such.*has step-000002"):
+        export_run(run, tmp_path / "out", checkpoint="3")
+    (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+    foreign = tmp_path / "other" / "checkpoints" / "step-000002"
+    shutil.copytree(run / "checkpoints" / "step-000002", foreign)
+    with pytest.raises(ConfigError, match="found a checkpoint of another run, expected one of"):
+        export_run(run, tmp_path / "out", checkpoint=str(foreign))

@@ -104,6 +104,11 @@ def wider(root: Path) -> None:
     edit_config(root, intermediate_size=48)
 
 
+def sliding(root: Path) -> None:
+    layers = ["sliding_attention", "full_attention"]
+    edit_config(root, use_sliding_window=True, sliding_window=32, layer_types=layers)
+
+
 def edit_config(root: Path, **changes: Any) -> None:
     path = root / "base" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -125,6 +130,7 @@ def edit_config(root: Path, **changes: Any) -> None:
         (unknown, "has model type `qwen99` but Transformers does not recognize this architecture$"),
         (deeper, r"`num_hidden_layers` \(3\) must be equal to the number of `layer_types` \(2\)$"),
         (longer, r"describes a tensor 'model\.layers\.2\..*', which the weights lack"),
+        (sliding, r"^student\.model\.path: .*SlidingWindowLayer caches .* cannot be padded"),
         (wider, r"'model\.layers\.0\..*proj\.weight' is stored as .*40.*, config.json describes"),
         (narrow, r"base/ has 100 vocabulary rows, tokenizer tokenizer has 26\d ids"),
     ],

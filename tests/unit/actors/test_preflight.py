@@ -161,3 +161,80 @@ def test_an_engine_that_is_not_installed_is_named(python: Path | None, told: str
 def test_an_interpreter_that_is_there_is_enough() -> None:
     require_engine(SGLangEngineConfig(kind="sglang", python=Path(sys.executable)))
     require_engine(None)
+
+
+LAB = ROOT / "configs" / "lab_calculator.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["teacher.rendering=raw", "teacher.text_start=<bos>"],
+            r"^teacher\.text_start: tokenizer 'deepseek-v4' has no special token '<bos>'",
+        ),
+        (["student.tokenizer=/nowhere"], r"^student\.tokenizer: .*'/nowhere' is neither one of"),
+        (
+            ["teacher.rendering=raw", "teacher.tokenizer=/nowhere", "evaluation.baselines=[]"],
+            r"^teacher\.tokenizer: .*'/nowhere' is neither one of",
+        ),
+        (["evaluation.tail_calls=99"], r"T = 99, but no evaluation task has more than 2 calls"),
+        (["student.warm_start=/nowhere"], r"^student\.warm_start: /nowhere is no run"),
+        (
+            ["rollout.max_context_tokens=60"],
+            r"scripted episode of calculator_easy_000 .*, the context of .* has 60",
+        ),
+        (
+            ["teacher.model.max_context_tokens=60"],
+            r"^teacher\.model\.max_context_tokens is 60, but a trace of calculator_easy_000 takes",
+        ),
+        (
+            ["runtime=cluster", "cluster.student.cpus_per_rank=0"],
+            r"^cluster\.student: its actors ask for neither CPUs nor GPUs",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_a_plan_and_before_anything_is_written(
+    overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    config = load_config(LAB, overrides)
+    with pytest.raises(ConfigError, match=message):
+        make_plan(config.config)
+    with pytest.raises(ConfigError, match=message):
+        launch.train(config, run_dir=tmp_path / "run", progress=SilentProgress())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_that_is_fitted_to_be_evaluated_is_looked_at_too() -> None:
+    raw = ["teacher.rendering=raw", "teacher.text_start=<bos>"]
+    config = load_config(LAB, ["objective=grpo", "opd=null", *raw]).config
+    with pytest.raises(ConfigError, match=r"^teacher\.text_start"):
+        require_teacher_files(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy", "tail_calls", "message"),
+    [
+        ([], "null", 99, "T = 99, but no evaluation task has more than 2 calls"),
+        (["student.tokenizer=/nowhere"], "null", None, r"^student\.tokenizer"),
+        (
+            ["teacher.rendering=raw", "teacher.text_start=<bos>"],
+            "teacher",
+            None,
+            r"^teacher\.text_start",
+        ),
+    ],
+)
+def test_an_evaluation_that_cannot_be_played_leaves_no_folder(
+    overrides: list[str], policy: str, tail_calls: int | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch.evaluate(
+            load_config(LAB, overrides),
+            policies=(policy,),
+            checkpoint=None,
+            tail_calls=tail_calls,
+            output=tmp_path / "out",
+            progress=SilentProgress(),
+        )
+    assert not (tmp_path / "out").exists()

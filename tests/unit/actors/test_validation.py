@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from actors.validation import validate_path
-from miniverl_dist.errors import CheckpointError, ChecksumError, ConfigError, RecordError
+from miniverl_dist.errors import (
+    CheckpointError,
+    ChecksumError,
+    ConfigError,
+    RecordError,
+    TaskNotFoundError,
+)
 from miniverl_dist.schemas.run_state import CheckpointManifest
 from tests.support.sample_run import write_run
 
@@ -120,3 +126,50 @@ def test_what_cannot_be_validated(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=name):
         validate_path(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([0, 1, 1, 2], "line 3: found step 2, expected 3: a line is there twice"),
+        ([0, 2], "line 2: found step 3, expected 2: a line is missing"),
+        ([1, 2], "line 1: found step 2, expected 1: a line is missing"),
+        ([0, 2, 1], "line 2: found step 3, expected 2"),
+    ],
+)
+def test_steps_run_on_by_one(run: Path, lines: list[int], message: str) -> None:
+    path = run / "metrics.jsonl"
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(whole[index] for index in lines))
+    for place in (path, run):
+        with pytest.raises(RecordError, match=f"metrics.jsonl, {message}"):
+            validate_path(place)
+
+
+class TestTasksOfARecipe:
+    def recipe(self, folder: Path, environment: str, ids: str) -> Path:
+        path = folder / "own.yaml"
+        path.write_text(
+            f"name: own\nobjective: grpo\nenvironment: {environment}\nstudent: {{}}\n"
+            f"tasks: {{kind: ids, train: [{ids}], eval: [{ids}]}}\n"
+            "loop: {num_steps: 1, num_groups: 1, group_size: 2}\n"
+        )
+        return path
+
+    @pytest.mark.parametrize(
+        ("environment", "ids", "named"),
+        [
+            (
+                "{kind: calculator, num_tasks: 3, difficulty: easy}",
+                "calculator_easy_002, calculator_easy_003, x",
+                "no task 'calculator_easy_003', 'x' among the 3 of calculator, which are named "
+                "'calculator_easy_000', ",
+            ),
+            ("{kind: bfcl}", "multi_turn_base_900", "no task 'multi_turn_base_900' among the 200"),
+        ],
+    )
+    def test_unknown_ones_are_named(
+        self, environment: str, ids: str, named: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(TaskNotFoundError, match=named):
+            validate_path(self.recipe(tmp_path, environment, ids))

@@ -131,6 +131,43 @@ class TestOverrides:
             "override optim.learning_rate.x=1: optim.learning_rate: unknown key"
         )
 
+    @pytest.mark.parametrize(
+        ("overrides", "blamed"),
+        [
+            (
+                ["evaluation.doubtful_ids=[x]", "evaluation.episodes_per_task=1"],
+                "override evaluation.doubtful_ids=[x]",
+            ),
+            (
+                ["evaluation={before: false, doubtful_ids: [x]}", "evaluation.every_n_steps=1"],
+                "override evaluation={before: false, doubtful_ids: [x]}",
+            ),
+            (
+                ["curriculum.initial_tail_calls=3", "curriculum.max_tail_calls=2", "seed=1"],
+                "override curriculum.initial_tail_calls=3 and override curriculum.max_tail_calls=2",
+            ),
+            (
+                ["teacher.rendering=native", "teacher.tokenizer=/own", "teacher.url=http://t"],
+                "override teacher.rendering=native and override teacher.tokenizer=/own",
+            ),
+            (
+                ["student.model.kind=hf", "student.model.dtype=float32"],
+                "override student.model.kind=hf and override student.model.dtype=float32",
+            ),
+        ],
+    )
+    def test_of_a_section_those_are_blamed_that_the_problem_names(
+        self, overrides: list[str], blamed: str
+    ) -> None:
+        with pytest.raises(ConfigError) as caught:
+            load_config(Path("base.yaml"), overrides)
+        assert str(caught.value).startswith(f"{blamed}: ")
+
+    def test_a_field_of_a_file_is_blamed_though_another_was_overridden(self) -> None:
+        text = "extends: base.yaml\nevaluation:\n  doubtful_ids: [x]\n"
+        [problem] = problems_of(text, "evaluation.episodes_per_task=1")
+        assert problem.startswith("r.yaml:3: evaluation: found 1 doubtful_ids")
+
 
 @pytest.mark.usefixtures("folder")
 class TestProblems:
@@ -258,7 +295,7 @@ class TestSavedForms:
     def test_an_edited_config_is_refused(self, folder: Path) -> None:
         _, run = self.saved(folder)
         path = run / "config.resolved.yaml"
-        path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
+        path.write_text(path.read_text().replace("\nseed: 0", "\nseed: 1"))
         with pytest.raises(ConfigError, match=r"found digest .*, expected .* as in manifest.json"):
             load_run_config(run)
 

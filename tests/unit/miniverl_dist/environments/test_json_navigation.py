@@ -73,6 +73,8 @@ def test_pointers(name: str, path: str, text: str) -> None:
         ("get", "/nothing", "there is no key 'nothing' at /"),
         ("get", "/a/b/2", "there is no index '2' at /a/b: the list has 2 entries"),
         ("get", "/a/b/-1", "no index '-1'"),
+        ("get", "/a/b/01", "no index '01'"),
+        ("get", "/a/b/00", "no index '00'"),
         ("get", "/a/b/٠", "no index '٠'"),
         ("get", "/a/b/²", "no index '²'"),
         ("get", "/a/b/" + "9" * 400, "no index '999"),

@@ -88,7 +88,7 @@ class TestFile:
     def test_nothing_to_learn_from(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="only_passed leaves out"):
             self.read(self.write(tmp_path, trajectory("b")))
-        with pytest.raises(ConfigError, match=r"cannot read none\.jsonl"):
+        with pytest.raises(ConfigError, match=rf"cannot read {tmp_path}/none\.jsonl"):
             self.read(tmp_path / "none.jsonl")
 
     def test_a_broken_line_is_named(self, tmp_path: Path) -> None:

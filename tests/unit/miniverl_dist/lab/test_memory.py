@@ -40,6 +40,16 @@ def test_auto_never_changes_the_objective() -> None:
         chosen(EXACT, 999)
 
 
+@pytest.mark.parametrize("distill", [TOP_K, EXACT])
+@pytest.mark.parametrize("is_online", [True, False])
+def test_a_limit_below_the_student_alone_is_refused(
+    distill: DistillConfig, is_online: bool
+) -> None:
+    with pytest.raises(ConfigError, match=r"not even the student fits \(student 600 bytes, .* 599"):
+        chosen(distill, 599, is_online=is_online)
+    assert chosen(TOP_K, 600, is_online=is_online).strategy == "swap"
+
+
 @pytest.mark.parametrize("strategy", ["resident", "swap"])
 def test_a_recipe_that_says_so_is_obeyed(strategy: str) -> None:
     found = chosen(TOP_K, 1, strategy=strategy)

@@ -9,8 +9,8 @@ import torch
 from miniverl_dist.backends.toy_model import ToyModel
 from miniverl_dist.backends.vocabulary import Vocabulary
 from miniverl_dist.config.lab import DistillConfig
-from miniverl_dist.errors import TokenizerMismatchError
-from miniverl_dist.lab.resident import ResidentTeacher
+from miniverl_dist.errors import ConfigError, TokenizerMismatchError
+from miniverl_dist.lab.resident import ResidentTeacher, require_top_k
 from miniverl_dist.objective.distribution import FullTargets, TopKRows
 from miniverl_dist.schemas.batch import IntArray
 from miniverl_dist.schemas.targets import NO_TOKEN, TeacherContext
@@ -62,6 +62,18 @@ def test_exact_is_the_softmax_in_the_students_order(temperature: float) -> None:
         torch.testing.assert_close(
             targets.logprobs[:, student_row], whole[:, row], atol=1e-5, rtol=1e-5
         )
+
+
+def test_no_more_tokens_can_be_kept_than_both_have() -> None:
+    both = len(STUDENT_IDS) - 1
+    shared = np.append(SHARED, STUDENT_IDS[1])  # a second spelling is no second token
+    shared[VOCABULARY_IDS[4]] = NO_TOKEN
+    vocabulary = Vocabulary(STUDENT_IDS)
+    require_top_k(shared, vocabulary, DistillConfig(top_k=both))
+    with pytest.raises(ConfigError, match=rf"top_k is {both + 1}, but .* share {both} tokens"):
+        require_top_k(shared, vocabulary, DistillConfig(top_k=both + 1))
+    exact = DistillConfig(support="exact_full_vocab", top_k=both + 1)
+    require_top_k(shared, vocabulary, exact)
 
 
 def test_exact_needs_the_same_tokens() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,18 @@ import pytest
 from numpy.typing import NDArray
 
 from miniverl_dist.config.lab import SelectionConfig
-from miniverl_dist.errors import TeacherError
-from miniverl_dist.lab.sources import RowChoice, StoredTeacher, TeacherTexts, WrittenTargets
+from miniverl_dist.errors import TeacherError, UnspellableBytesError
+from miniverl_dist.lab.sources import (
+    RowChoice,
+    StoredTeacher,
+    TeacherTexts,
+    TextLimit,
+    WrittenTargets,
+)
 from miniverl_dist.lab.teacher_cache import CacheIdentity, TeacherCache
+from miniverl_dist.ports import TargetAnswer
 from miniverl_dist.schemas.targets import TeacherContext, TopKTargets, TrajectoryTargets
+from miniverl_dist.schemas.teacher import RefusalReason, TeacherRefusal
 from miniverl_dist.schemas.trajectory import Trajectory
 from tests.fakes import trajectory
 
@@ -57,14 +65,9 @@ def choice(kind: str = "all_model_tokens", ratio: float = 0.25) -> RowChoice:
     return RowChoice(selection, 0, lambda told: told.loss_mask)
 
 
-def texts(max_tokens: int = 999, refused: list[tuple[str, str]] | None = None) -> TeacherTexts:
+def texts(max_tokens: int = 999, refused: list[TeacherRefusal] | None = None) -> TeacherTexts:
     refused = [] if refused is None else refused
-    return TeacherTexts(
-        choice(),
-        View,
-        max_tokens=max_tokens,
-        on_refused=lambda name, reason: refused.append((name, reason)),
-    )
+    return TeacherTexts(choice(), View, limit=TextLimit(max_tokens), on_refused=refused.append)
 
 
 @dataclass
@@ -90,9 +93,15 @@ class Teacher:
         )
 
 
-def stored(teacher: Teacher, tmp_path: Path) -> StoredTeacher:
+def stored(teacher: Teacher, tmp_path: Path, source: TeacherTexts | None = None) -> StoredTeacher:
     cache = TeacherCache.open(tmp_path / "teacher-cache", IDENTITY, create=True)
-    return StoredTeacher(texts(), teacher.load, cache, str(choice()))
+    return StoredTeacher(source or texts(), teacher.load, cache, str(choice()))
+
+
+def answered(found: Mapping[str, TargetAnswer]) -> dict[str, TrajectoryTargets]:
+    """Nothing was refused."""
+    assert all(isinstance(answer, TrajectoryTargets) for answer in found.values())
+    return {k: answer for k, answer in found.items() if isinstance(answer, TrajectoryTargets)}
 
 
 def told(text: str = "abcdef", member: int = 0, version: int = 0) -> Trajectory:
@@ -117,7 +126,7 @@ async def test_written_tokens_are_their_own_targets() -> None:
 
 async def test_rows_are_written_tokens_that_both_have() -> None:
     one = told()
-    rows = (await texts().targets([one]))[one.trajectory_id]
+    rows = answered(await texts().targets([one]))[one.trajectory_id]
     mask = np.array(one.loss_mask)
     expected = [i for i in range(1, len(mask), 2) if mask[i]]
     assert rows.positions.tolist() == expected
@@ -128,9 +137,10 @@ async def test_rows_are_written_tokens_that_both_have() -> None:
 
 async def test_the_selection_leaves_rows_out() -> None:
     some = choice("uniform_ratio", 0.5)
-    source = TeacherTexts(some, View, max_tokens=999)
+    source = TeacherTexts(some, View, limit=TextLimit(999))
     many = [told("abcdefghij", member=i) for i in range(20)]
-    every, found = await texts().targets(many), await source.targets(many)
+    every = answered(await texts().targets(many))
+    found = answered(await source.targets(many))
     for one in many:
         rows, all_rows = found[one.trajectory_id], every[one.trajectory_id]
         chosen = some.among(one, all_rows.positions)
@@ -144,14 +154,51 @@ async def test_the_selection_leaves_rows_out() -> None:
     )
 
 
-async def test_a_text_that_is_too_long_is_refused_by_name() -> None:
-    refused: list[tuple[str, str]] = []
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_a_text_that_is_too_long_is_refused_with_reason_limit_and_length(
+    is_stored: bool, tmp_path: Path
+) -> None:
+    refused: list[TeacherRefusal] = []
     short, long = told("a"), told("a" * 50, member=1)
-    found = await texts(len(short.token_ids) + 2, refused).targets([short, long])
-    assert list(found) == [short.trajectory_id]
-    ((name, reason),) = refused
-    assert name == long.trajectory_id
-    assert reason.startswith(f"{len(long.token_ids) + 2} teacher tokens, it reads")
+    limit = len(short.token_ids) + 2
+    source = texts(limit, refused)
+    asked = stored(Teacher(), tmp_path, source) if is_stored else source
+    found = dict(await asked.targets([short, long]))
+    refusal = found.pop(long.trajectory_id)
+    assert answered(found).keys() == {short.trajectory_id}
+    assert refused == [refusal]
+    assert refusal == TeacherRefusal(
+        trajectory_id=long.trajectory_id,
+        reason=RefusalReason.TOO_LONG,
+        detail=f"{len(long.token_ids) + 2} teacher tokens, the limit is {limit} "
+        "(teacher.max_prefill_tokens)",
+    )
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_a_text_that_the_teacher_cannot_spell_is_refused(
+    is_stored: bool, tmp_path: Path
+) -> None:
+    def view(one: Trajectory) -> View:
+        if one.trajectory_id == told(member=1).trajectory_id:
+            raise UnspellableBytesError("no token for byte 0xf0")
+        return View(one)
+
+    source = TeacherTexts(choice(), view, limit=TextLimit(999))
+    asked = stored(Teacher(), tmp_path, source) if is_stored else source
+    found = dict(await asked.targets([told(), told(member=1)]))
+    refusal = found.pop(told(member=1).trajectory_id)
+    assert answered(found).keys() == {told().trajectory_id}
+    assert isinstance(refusal, TeacherRefusal)
+    assert (refusal.reason, refusal.detail) == (RefusalReason.REJECTED, "no token for byte 0xf0")
+
+
+async def test_no_token_to_train_on_is_neither_an_answer_nor_a_refusal() -> None:
+    refused: list[TeacherRefusal] = []
+    none = RowChoice(SelectionConfig(), 0, lambda told: [False] * len(told.token_ids))
+    source = TeacherTexts(none, View, limit=TextLimit(1), on_refused=refused.append)
+    assert await source.targets([told()]) == {}
+    assert refused == []
 
 
 class TestStored:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.inspection import aligned
+from actors.inspection import aligned, evaluation_text
 from miniverl_dist.reporting.eval_tables import evaluation_tables
 from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow, TaskOutcome
 from tests.support.sample_run import report, row
@@ -191,3 +191,9 @@ def test_every_table_fits_into_100_columns() -> None:
     for table in tables:
         widest = max(len(line) for line in [table.title, *aligned([table.head, *table.rows])])
         assert widest <= 100, table.title
+
+
+def test_in_a_terminal_the_settings_do_not_push_the_rates_away() -> None:
+    made = report(row("null", "before", 0.1)).model_copy(update={"settings": {"seed": "0"}})
+    shown = evaluation_text(made)
+    assert shown.index("Settings of the recipe") < shown.index("Pass rates")

@@ -76,11 +76,13 @@ def test_damage_becomes_notes_and_the_rest_is_read(run: Path) -> None:
         "manifest.json",
         "config.resolved.yaml",
         "metrics.jsonl",
+        "metrics.jsonl",
         "eval.json",
         "trajectories.jsonl, line 1 from the end",
     ]
     assert "2 unreadable line(s) left out, the first is line 2" in data.notes[2]
-    assert "environment: missing, but required" in data.notes[3]
+    assert "found step 3, expected 2" in data.notes[3]
+    assert "environment: missing, but required" in data.notes[4]
     assert str(run) not in " ".join(data.notes)
 
 
@@ -270,3 +272,17 @@ def test_evaluations_name_the_field() -> None:
         parse_evaluation(b'{"environment": "bfcl"}', "e.json")
     with pytest.raises(RecordError, match=r"e.json: .*JSON"):
         parse_evaluation(b"{", "e.json")
+
+
+def test_steps_that_are_missing_or_there_twice_are_noted(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    first, second, third = path.read_text().splitlines(keepends=True)
+    path.write_text(first + third)
+    missing = "metrics.jsonl: found step 3, expected 2: a line is missing (1 such places)"
+    assert load_run_data(run).notes == [missing]
+    assert missing in write_report(run).text
+    path.write_text(first + second + second + first + third)
+    assert load_run_data(run).notes == [
+        "metrics.jsonl: found step 2, expected 3: a line is there twice, or out of place "
+        "(3 such places)"
+    ]

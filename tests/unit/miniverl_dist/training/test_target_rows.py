@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from miniverl_dist.errors import RecordError, StaleScoreError, TeacherDropFractionError
 from miniverl_dist.lab.demonstrations import as_demonstration
 from miniverl_dist.observability.metrics import METRICS
-from miniverl_dist.ports import Assignment, ScoredGroup, ScoredTrajectory
+from miniverl_dist.ports import Assignment, ScoredGroup, ScoredTrajectory, TargetAnswer
 from miniverl_dist.schemas.targets import TeacherContext, TopKTargets, TrajectoryTargets
+from miniverl_dist.schemas.teacher import RefusalReason, TeacherRefusal
 from miniverl_dist.schemas.trajectory import Trajectory
 from miniverl_dist.training.batch_builder import BuiltBatch, build_batch
 from miniverl_dist.training.target_rows import trained_mask
@@ -49,7 +51,7 @@ def rows_of(
     )
 
 
-def build(told: list[Trajectory], targets: list[TrajectoryTargets], **changes: Any) -> BuiltBatch:
+def build(told: list[Trajectory], targets: Sequence[TargetAnswer], **changes: Any) -> BuiltBatch:
     group = ScoredGroup(
         assignment=Assignment(ticket=0, task_id="a", prefix_calls=0, tail_calls=1),
         members=tuple(ScoredTrajectory(trajectory=one) for one in told),
@@ -99,7 +101,22 @@ def test_a_refused_trajectory_has_no_row_and_counts() -> None:
     assert built.batch is not None
     assert built.batch.rows_per_sequence.tolist() == [0, 1]
     assert built.metrics["teacher_dropped"] == 1
-    with pytest.raises(TeacherDropFractionError, match="2 of 2 trajectories have no teacher"):
+    refusal = TeacherRefusal(
+        trajectory_id=told[0].trajectory_id,
+        reason=RefusalReason.TOO_LONG,
+        detail="40 teacher tokens, the limit is 10 (teacher.max_prefill_tokens)",
+    )
+    refused = build(told, [refusal, rows_of(told[1], 0)])
+    assert refused.batch is not None
+    assert refused.batch.rows_per_sequence.tolist() == [0, 1]
+    assert refused.metrics == built.metrics
+    with pytest.raises(
+        TeacherDropFractionError,
+        match=r"2 of 2 trajectories have no teacher targets.* teacher said: too_long: 40 teacher "
+        r"tokens, the limit is 10 \(teacher\.max_prefill_tokens\)\. To go on: start a new run in",
+    ):
+        build(told, [refusal])
+    with pytest.raises(TeacherDropFractionError, match=r"said: nothing\. To go on: mend the"):
         build(told, [])
 
 
@@ -139,7 +156,7 @@ def test_stored_episodes_are_trained_on_as_they_are_written() -> None:
 
 SAMPLED = {
     *("reward_mean", "reward_std", "pass_rate", "calls_per_trajectory", "response_tokens_mean"),
-    *("rollout_tokens", "num_zero_variance_groups", "advantage_abs_mean"),
+    *("rollout_tokens", "num_zero_variance_groups"),
     *("tail_calls_mean", "tail_calls_max"),
 }
 
@@ -148,8 +165,9 @@ def test_of_stored_episodes_nothing_is_measured_that_only_sampling_has() -> None
     told = two()
     written = [as_demonstration(one) for one in told]
     stored = build(written, [rows_of(written[0], 0), rows_of(written[1], 1)], **KD).metrics
-    assert not {*SAMPLED, "group_advantage_abs_mean"} & stored.keys()
+    advantages = {"advantage_abs_mean", "group_advantage_abs_mean"}
+    assert not {*SAMPLED, *advantages} & stored.keys()
     assert stored["num_loss_tokens"] > 0
     sampled = build(told, [rows_of(told[0], 0), rows_of(told[1], 1)]).metrics
     assert sampled.keys() >= SAMPLED
-    assert "group_advantage_abs_mean" not in sampled  # rewards do not enter
+    assert not advantages & sampled.keys()  # rewards do not enter
