@@ -74,5 +74,5 @@ def test_it_says_how_it_was_measured(tmp_path: Path) -> None:
     told = measure(write_run(tmp_path, recipe=recipe)).measured_as
     assert told["environment.reward.terminal_pass"] == "0.25"
     assert (told["evaluation.temperature"], told["evaluation.tail_calls"]) == ("0.5", "2")
-    assert told["tasks.eval"] == '["task_1"]'
+    assert told["tasks.eval"] == '["multi_turn_base_1"]'
     assert not [name for name in told if "train" in name]

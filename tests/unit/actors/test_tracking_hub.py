@@ -213,7 +213,7 @@ class TestBeforeTheRun:
     ) -> None:
         for name in ("wandb", "alembic"):
             monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(MissingDependencyError, match=r"pip install 'miniverl-dist\[tracking"):
+        with pytest.raises(MissingDependencyError, match=r"pip install '\.\[tracking"):
             require_trackers(recipe(tmp_path, "[{kind: wandb}]").config)
         with pytest.raises(MissingDependencyError, match="alembic"):
             require_trackers(recipe(tmp_path, "[{kind: mlflow, uri: 'sqlite:///x.db'}]").config)

@@ -249,7 +249,7 @@ def test_from_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(MissingDependencyError, match=r"miniverl-dist\[local\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[local\]'"):
         qwen_like()
 
 

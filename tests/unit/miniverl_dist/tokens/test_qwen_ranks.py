@@ -71,7 +71,7 @@ def test_rank_file() -> None:
 
 
 def test_a_missing_package_names_the_command() -> None:
-    with pytest.raises(MissingDependencyError, match=r"miniverl-dist\[local\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[local\]'"):
         package_file("no_such_package_anywhere", "file")
     with pytest.raises(MissingDependencyError, match="no_such_file"):
         package_file("json", "no_such_file")
