@@ -15,7 +15,7 @@ from actors.student_side import StudentSide, student_chat
 from actors.teacher_side import Renderer
 from miniverl_dist.config.load import load_config
 from miniverl_dist.config.roles import TeacherConfig
-from miniverl_dist.errors import TokenizerError
+from miniverl_dist.errors import ConfigError, TokenizerError
 from miniverl_dist.tokens.load import load_tokenizer
 from rollout_server.chat_format import PlainChatMLFormat, Qwen36ChatFormat
 from teacher_server.rendering import TeacherRendering
