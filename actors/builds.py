@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from actors.hf_files import base_sha256, prepare_hf_student, require_same_base
 from actors.memory_estimate import hf_student_bytes
-from actors.recipe_checks import require_rows
-from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE
+from actors.student_side import STUDENT_FOLDER, STUDENT_SEAL_FILE, require_rows
 from actors.warm_start import taken_over
 from actors.warm_start_hf import start_hf
 from miniverl_dist.backends.base import StudentBackend

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from actors.hf_files import folder_sha256, weight_files
 from actors.student_side import StudentSide
-from actors.teacher_side import TEACHER_FOLDER, Renderer, teacher_tokenizer
+from actors.teacher_files import TEACHER_FOLDER
+from actors.teacher_side import Renderer, teacher_tokenizer
 from miniverl_dist.alignment.targets import shared_ids
 from miniverl_dist.backends.distilled import RowLoss
 from miniverl_dist.backends.vocabulary import AnyVocabulary

@@ -14,13 +14,14 @@ from actors.hf_files import check_hf_student, read_hf_files
 from actors.student_side import (
     WRITE_CALLS,
     named_tokenizer,
+    require_rows,
     routing_shape,
     student_chat,
 )
 from actors.tasks import make_environment, resolve_tasks
 from actors.teacher_files import check_teacher, read_teacher_files
 from actors.warm_start import require_warm_start
-from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
+from miniverl_dist.backends.megatron.architecture import read_architecture
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import HFModelConfig, HFStudentConfig, MegatronModelConfig
 from miniverl_dist.environments.base import TaskInfo
@@ -153,20 +154,6 @@ def check_student(config: RunConfig) -> None:
     routing_shape(config)
     if model.vocabulary == "full":
         require_rows(architecture, model.config.name, tokenizer)
-
-
-def require_rows(architecture: Architecture, name: str, tokenizer: TokenizerLike) -> None:
-    """Raise unless a model has an embedding row for every id of a tokenizer.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
-    if architecture.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"{name} has {architecture.vocab_size} vocabulary rows, tokenizer {tokenizer.name} has "
-            f"{tokenizer.vocab_size} ids: use `vocabulary: restricted`, or the config.json that "
-            "belongs to the tokenizer"
-        )
 
 
 def teacher_is_here(config: RunConfig) -> bool:

@@ -30,9 +30,9 @@ from actors.student_side import (
     warmup_traces,
 )
 from actors.supervisor import RestartBudget
-from actors.teacher_files import keep_teacher
+from actors.teacher_files import TEACHER_SEAL_FILE, keep_teacher
 from actors.teacher_scoring import prefix_scorer, teacher_scorer
-from actors.teacher_side import TEACHER_SEAL_FILE, fit_teacher, teacher_tokenizer
+from actors.teacher_side import fit_teacher, teacher_tokenizer
 from actors.warm_start import take_over_student, take_over_teacher
 from miniverl_dist.alignment.spans import student_byte_ends
 from miniverl_dist.backends.rank_address import RankAddress

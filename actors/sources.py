@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from actors.student_side import WRITE_CALLS, ActingModel, StudentSide, routing_shape, stage_for
-from actors.teacher_side import TEACHER_FOLDER, teacher_chat, teacher_tokenizer
+from actors.teacher_files import TEACHER_FOLDER
+from actors.teacher_side import teacher_chat, teacher_tokenizer
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import ToyModelConfig
 from miniverl_dist.errors import ConfigError

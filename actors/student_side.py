@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.tasks import make_environment, resolve_tasks
-from miniverl_dist.backends.megatron.architecture import read_architecture
+from miniverl_dist.backends.megatron.architecture import Architecture, read_architecture
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import (
     HFModelConfig,
@@ -128,6 +128,20 @@ def routing_shape(config: RunConfig) -> RoutingShape | None:
             "decoder, which has no experts: set it off"
         )
     return RoutingShape(arch.num_layers, arch.experts.experts_per_token, arch.experts.num_experts)
+
+
+def require_rows(architecture: Architecture, name: str, tokenizer: TokenizerLike) -> None:
+    """Raise unless a model has an embedding row for every id of a tokenizer.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    if architecture.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"{name} has {architecture.vocab_size} vocabulary rows, tokenizer {tokenizer.name} has "
+            f"{tokenizer.vocab_size} ids: use `vocabulary: restricted`, or the config.json that "
+            "belongs to the tokenizer"
+        )
 
 
 def has_declared_vocabulary(config: RunConfig) -> bool:

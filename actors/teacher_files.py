@@ -30,6 +30,15 @@ from miniverl_dist.config.roles import (
 from miniverl_dist.errors import CheckpointError, ConfigError, TokenizerError
 from miniverl_dist.tokens.load import load_tokenizer
 
+TEACHER_FOLDER: Final = "teacher"
+TEACHER_VOCABULARY_FILE: Final = "teacher-vocabulary.json"
+TEACHER_SEAL_FILE: Final = "teacher.json"
+"""Checksums of the fitted teacher; written last, so a teacher without it was never finished."""
+TEACHER_REMEDY: Final = (
+    f"remove {TEACHER_FOLDER}/ and {TEACHER_SEAL_FILE} to have `resume` make it again, or start a "
+    "new run"
+)
+
 TEACHER_BASE_FILE: Final = "teacher-base.json"
 """Checksum of the teacher's folder, or of its adapter, when the run was started."""
 _TOKENIZER_FILE: Final = "tokenizer.json"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.student_side import StudentSide
-from actors.teacher_side import TEACHER_FOLDER, Renderer, teacher_tokenizer
+from actors.teacher_files import TEACHER_FOLDER
+from actors.teacher_side import Renderer, teacher_tokenizer
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import (
     BackboneTeacherConfig,

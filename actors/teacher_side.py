@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from actors.student_side import WRITE_CALLS, StudentSide, sft_seed
+from actors.teacher_files import (
+    TEACHER_FOLDER,
+    TEACHER_REMEDY,
+    TEACHER_SEAL_FILE,
+    TEACHER_VOCABULARY_FILE,
+)
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import (
     SftConfig,
@@ -37,19 +42,6 @@ from teacher_server.rendering import (
     render,
     turn_ends,
 )
-
-if TYPE_CHECKING:
-    pass
-
-TEACHER_FOLDER = "teacher"
-TEACHER_VOCABULARY_FILE = "teacher-vocabulary.json"
-TEACHER_SEAL_FILE = "teacher.json"
-TEACHER_REMEDY = (
-    f"remove {TEACHER_FOLDER}/ and {TEACHER_SEAL_FILE} to have `resume` make it again, or start a "
-    "new run"
-)
-"""Checksums of the fitted teacher; written last, so a teacher without it was never finished."""
-
 
 _CHAT_FORMATS: dict[str, Callable[[TokenizerLike], ChatFormat]] = {
     "deepseek-v4": DeepSeekV4ChatFormat,

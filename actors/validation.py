@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from actors.recipe_checks import check_present_folders, training_tasks
-from actors.teacher_side import TEACHER_FOLDER, TEACHER_REMEDY, TEACHER_SEAL_FILE
+from actors.teacher_files import TEACHER_FOLDER, TEACHER_REMEDY, TEACHER_SEAL_FILE
 from miniverl_dist.config.arms import BENCHMARK_KIND, load_benchmark
 from miniverl_dist.config.load import (
     config_kind,

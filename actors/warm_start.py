@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from actors.student_side import STUDENT_VOCABULARY_FILE
-from actors.teacher_side import TEACHER_FOLDER, TEACHER_SEAL_FILE, TEACHER_VOCABULARY_FILE
+from actors.teacher_files import TEACHER_FOLDER, TEACHER_SEAL_FILE, TEACHER_VOCABULARY_FILE
 from actors.warm_start_hf import ADAPTER_WEIGHTS, HF_WEIGHTS, is_adapter, start_files
 from miniverl_dist.backends.weights_io import (
     MODEL_FILE,
