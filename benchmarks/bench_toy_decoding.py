@@ -6,7 +6,8 @@ in one pass, a growing KV cache, one row per token. ``no cache`` runs the whole 
 every token. Same weights, same sampler, one thread.
 
 CPU time of this process, medians of ratios within a repetition, the three ways taking turns. 32 and
-64 episodes are printed too: their ratios move around 7 and 8. Exit status 1 when the claim does not hold. About 20 CPU seconds.
+64 episodes are printed too: their ratios move around 7 and 8. Exit status 1 when the claim does not
+hold. About 20 CPU seconds.
 
     python -m benchmarks.bench_toy_decoding
 """
