@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from miniverl_dist.training.evaluator import read_evaluation
 
 _STARTS = ("warm", "before")
 """Tags of the student's row before training, the later one first."""
-_LAST = ("after", *_STARTS)
 
 
 def measure(run_dir: Path) -> Measured:
@@ -32,7 +31,7 @@ def measure(run_dir: Path) -> Measured:
             f"{run_dir.name}: eval.json has no row of the trained student: the evaluation failed "
             "(see events.jsonl), or `evaluation.after` is off"
         )
-    return _measured(run, rows, "after")
+    return _measured(run, rows["after"], rows, run.read_jsonl(RecordFile.METRICS))
 
 
 def measure_start(run_dir: Path, checkpoint: str | None) -> Measured:
@@ -46,8 +45,9 @@ def measure_start(run_dir: Path, checkpoint: str | None) -> Measured:
         RecordError: a record is damaged, or no row is of those very weights.
     """
     run = RunDirectory.open(run_dir)
-    rows, version = _student_rows(run), _version_at(run, checkpoint)
-    tags = [tag for tag in (*_LAST, checkpoint) if tag in rows]
+    rows, steps = _student_rows(run), run.read_jsonl(RecordFile.METRICS)
+    version = _version_at(run, steps, checkpoint)
+    tags = [tag for tag in ("after", *_STARTS, checkpoint) if tag in rows]
     tag = next((tag for tag in tags if rows[tag].policy_version == version), None)
     if tag is None:
         measured = ", ".join(f"{tag} (version {rows[tag].policy_version})" for tag in rows)
@@ -57,15 +57,15 @@ def measure_start(run_dir: Path, checkpoint: str | None) -> Measured:
             "`evaluation.warm` (behind a warm-up) or `evaluation.after` (the last) on in "
             "cold_start.overrides"
         )
-    return _measured(run, rows, tag)
+    return _measured(run, rows[tag], rows, steps)
 
 
-def _version_at(run: RunDirectory, checkpoint: str | None) -> int:
+def _version_at(
+    run: RunDirectory, steps: Sequence[Mapping[str, Any]], checkpoint: str | None
+) -> int:
     """Policy version of a commit; commits are named by the step behind which they stand."""
     step = None if checkpoint is None else int(checkpoint.rpartition("-")[2])
-    versions = {0: 0} | {
-        line["step"]: line["policy_version"] for line in run.read_jsonl(RecordFile.METRICS)
-    }
+    versions = {0: 0} | {line["step"]: line["policy_version"] for line in steps}
     at = max(versions) if step is None else step
     if at not in versions:
         raise RecordError(
@@ -74,15 +74,19 @@ def _version_at(run: RunDirectory, checkpoint: str | None) -> int:
     return int(versions[at])
 
 
-def _measured(run: RunDirectory, rows: Mapping[str, EvaluationRow], tag: str) -> Measured:
-    after, start = rows[tag], next((rows[t] for t in _STARTS if t in rows), None)
+def _measured(
+    run: RunDirectory,
+    after: EvaluationRow,
+    rows: Mapping[str, EvaluationRow],
+    steps: Sequence[Mapping[str, Any]],
+) -> Measured:
+    start = next((rows[tag] for tag in _STARTS if tag in rows), None)
     if after.pass_rate is None or after.reward_mean is None:
         raise RecordError(
-            f"{run.path.name}: row student {tag} of eval.json has no episode that counts: all "
-            f"{after.num_faults} were lost to the harness (see eval_trajectories.jsonl)"
+            f"{run.path.name}: row student {after.tag} of eval.json has no episode that counts: "
+            f"all {after.num_faults} were lost to the harness (see eval_trajectories.jsonl)"
         )
     resolved = _resolved(run)
-    steps = run.read_jsonl(RecordFile.METRICS)
 
     def total(name: str) -> int:
         return int(sum(step.get(name) or 0 for step in steps))

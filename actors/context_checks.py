@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 
 from actors.student_side import (
-    WRITE_CALLS,
     declare_vocabulary,
     has_declared_vocabulary,
     student_side,
 )
-from actors.teacher_side import Renderer, teacher_examples
+from actors.teacher_side import Renderer, fit_traces, teacher_examples
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.roles import SftConfig, TeacherConfig, ToyModelConfig
 from miniverl_dist.observability.clock import SystemClock
 from miniverl_dist.tokens.load import load_tokenizer
-from rollout_server.traces import TraceMaker
 
 _ONCE = {"traces_per_task": 1, "noisy_fraction": 0.0}
 
@@ -33,8 +31,8 @@ def check_contexts(config: RunConfig) -> None:
         EnvironmentFaultError: an episode cannot be played.
         MissingDependencyError: the environment or a tokenizer is not installed.
     """
-    if config.runtime == "single_actor" and config.cluster.address != "local":
-        return  # the actor plays them, on another machine
+    if config.acts_elsewhere:
+        return
     teacher = config.teacher
     if has_declared_vocabulary(config) and config.student.warm_start is None:
         asyncio.run(_play_student(config))  # waits for nothing but this process
@@ -53,12 +51,6 @@ async def _read_as_teacher(config: RunConfig, teacher: TeacherConfig, fit: SftCo
     if not isinstance(teacher.model, ToyModelConfig):
         return
     side = student_side(config, load_tokenizer(config.student.tokenizer))
-    maker = TraceMaker(side.stage, WRITE_CALLS, SystemClock(), seed=config.seed)
-    traces = await maker.make(
-        side.train_ids,
-        max_tail_calls=fit.max_tail_calls,
-        per_task=1,
-        noisy_fraction=0.0,
-    )
+    traces = await fit_traces(config, side, fit.model_copy(update=_ONCE), SystemClock())
     renderer = Renderer(teacher, side, load_tokenizer(teacher.tokenizer))
     teacher_examples(traces, renderer, fit, limit=teacher.model.max_context_tokens)

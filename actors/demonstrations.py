@@ -40,7 +40,7 @@ def require_demonstrations(config: RunConfig) -> None:
         See `stored_episodes`.
     """
     demonstrations = config.demonstrations
-    if demonstrations is None or demonstrations.trajectories is None or not _are_here(config):
+    if demonstrations is None or demonstrations.trajectories is None or config.acts_elsewhere:
         return
     # Waits for scripted episodes in this process, which wait for nothing.
     tokenizer = asyncio.run(_future_tokenizer(config))
@@ -55,13 +55,8 @@ def require_kept_demonstrations(config: RunConfig, run_dir: Path) -> None:
         ResumeError: the file has changed, or has gone.
     """
     demonstrations = config.demonstrations
-    if demonstrations is not None and demonstrations.trajectories and _are_here(config):
+    if demonstrations is not None and demonstrations.trajectories and not config.acts_elsewhere:
         kept_file(demonstrations.trajectories, run_dir)
-
-
-def _are_here(config: RunConfig) -> bool:
-    """Whether this machine reads stored episodes; else the run's actor does, on another one."""
-    return config.runtime != "single_actor" or config.cluster.address == "local"
 
 
 async def stored_episodes(

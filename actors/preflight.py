@@ -105,8 +105,8 @@ def require_teacher_files(config: RunConfig) -> None:
     teacher = config.teacher
     if teacher is None or not asks_teacher(config):
         return
-    if config.runtime == "single_actor" and config.cluster.address != "local":
-        return  # the actor reads them, on another machine
+    if config.acts_elsewhere:
+        return
     if teacher.headers_file is not None:
         try:
             read_headers_file(teacher.headers_file)

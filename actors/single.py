@@ -19,7 +19,6 @@ from actors.sources import EvaluationSources, evaluation_player, training_player
 from actors.student_pool import InProcessStudentPool
 from actors.student_side import (
     STUDENT_VOCABULARY_FILE,
-    WRITE_CALLS,
     StudentSide,
     declare_vocabulary,
     has_declared_vocabulary,
@@ -32,7 +31,7 @@ from actors.student_side import (
 from actors.supervisor import RestartBudget
 from actors.teacher_files import TEACHER_SEAL_FILE, keep_teacher
 from actors.teacher_scoring import prefix_scorer, teacher_scorer
-from actors.teacher_side import fit_teacher, teacher_tokenizer
+from actors.teacher_side import fit_teacher, fit_traces, teacher_tokenizer
 from actors.warm_start import take_over_student, take_over_teacher
 from miniverl_dist.alignment.spans import student_byte_ends
 from miniverl_dist.backends.rank_address import RankAddress
@@ -45,7 +44,6 @@ from miniverl_dist.ports import RolloutSource, StudentPool, TeacherScorer, Weigh
 from miniverl_dist.schemas.batch import IntArray, SftBatch
 from miniverl_dist.schemas.eval_settings import recipe_settings
 from miniverl_dist.schemas.evaluation import EvaluationReport, TailCalls
-from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.tokens.sub_vocabulary import SubVocabulary
 from miniverl_dist.tokens.tokenizer import TokenizerLike
 from miniverl_dist.training.evaluate import assignments
@@ -56,7 +54,6 @@ from miniverl_dist.training.sft import sft_batches
 from miniverl_dist.training.weight_sync import DirectWeightStore
 from rollout_server.curriculum import ReverseK
 from rollout_server.engines.restarted import RestartableEngine, RestartedEngine
-from rollout_server.traces import TraceMaker
 
 if TYPE_CHECKING:
     from actors.lab_builds import LabParts
@@ -116,18 +113,7 @@ class SingleActor:
             await self._fit_teacher(teacher.fit)
 
     async def _fit_teacher(self, fit: SftConfig) -> None:
-        maker = TraceMaker(
-            self.side.stage,
-            WRITE_CALLS,
-            self._clock,
-            seed=derive_seed(self._config.seed, "teacher"),
-        )
-        traces = await maker.make(
-            self.side.train_ids,
-            max_tail_calls=fit.max_tail_calls,
-            per_task=fit.traces_per_task,
-            noisy_fraction=fit.noisy_fraction,
-        )
+        traces = await fit_traces(self._config, self.side, fit, self._clock)
         self._recorder.progress.phase("fitting the toy teacher", fit.num_steps)
         last: dict[str, float] = {}
 

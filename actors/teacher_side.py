@@ -22,9 +22,10 @@ from miniverl_dist.config.roles import (
     ToyModelConfig,
 )
 from miniverl_dist.errors import ConfigError, TokenizerMismatchError
-from miniverl_dist.ports import ChatFormat
+from miniverl_dist.ports import ChatFormat, Clock
 from miniverl_dist.schemas.messages import ToolSchema
 from miniverl_dist.schemas.running_episode import TokenRecord
+from miniverl_dist.schemas.seeds import derive_seed
 from miniverl_dist.schemas.trajectory import Trajectory
 from miniverl_dist.tokens.identity import base_of
 from miniverl_dist.tokens.load import load_tokenizer
@@ -33,7 +34,7 @@ from miniverl_dist.tokens.tokenizer import TokenizerLike
 from miniverl_dist.training.checkpoint import seal, verify_seal
 from miniverl_dist.training.sft import SftExample
 from rollout_server.chat_format import Qwen36ChatFormat
-from rollout_server.traces import Trace
+from rollout_server.traces import Trace, TraceMaker
 from teacher_server.privileged import solution_text
 from teacher_server.rendering import (
     DeepSeekV4ChatFormat,
@@ -195,6 +196,19 @@ def _teacher_example(trace: Trace, renderer: Renderer, fit: SftConfig, limit: in
             spoilt = np.flatnonzero(np.asarray(span.byte_ends) > divergence)
             loss_mask[span.start + spoilt[:1]] = False
     return SftExample(token_ids, loss_mask, written)
+
+
+async def fit_traces(
+    config: RunConfig, side: StudentSide, fit: SftConfig, clock: Clock
+) -> list[Trace]:
+    """The scripted episodes that a toy teacher is fitted on."""
+    maker = TraceMaker(side.stage, WRITE_CALLS, clock, seed=derive_seed(config.seed, "teacher"))
+    return await maker.make(
+        side.train_ids,
+        max_tail_calls=fit.max_tail_calls,
+        per_task=fit.traces_per_task,
+        noisy_fraction=fit.noisy_fraction,
+    )
 
 
 def fit_teacher(

@@ -35,6 +35,7 @@ from miniverl_dist.lab.arms import (
 from miniverl_dist.lab.arms_table import (
     NOTHING,
     arms_table,
+    difference_cells,
     differences_table,
     markdown_table,
     quantities_table,
@@ -255,11 +256,7 @@ def question_table(questions: Sequence[Question], reports: Mapping[str, Benchmar
 def _row(question: Question, found: Difference | None) -> list[str]:
     if found is None:
         return [question.text, "0", "not run", "not run", ""]
-    cells = [
-        NOTHING if interval is None else shown(interval, signed=True)
-        for interval in (found.pass_rate, found.reward)
-    ]
-    return [question.text, str(found.pass_rate.num_seeds), *cells, verdict(found)]
+    return [question.text, *difference_cells(found)]
 
 
 def conclusion(reports: Mapping[str, BenchmarkReport]) -> str:

@@ -110,6 +110,11 @@ class RunConfig(ConfigModel):
         return self.objective in ("grpo", "grpo_opd")
 
     @property
+    def acts_elsewhere(self) -> bool:
+        """Whether one actor does everything, maybe on another machine: it reads its own files."""
+        return self.runtime == "single_actor" and self.cluster.address != "local"
+
+    @property
     def has_policy_term(self) -> bool:
         """Whether a token's advantage enters the loss, by whatever it comes from."""
         is_lowered = self.loss.kl_coef > 0 and self.loss.kl_estimator == "k1_in_reward"

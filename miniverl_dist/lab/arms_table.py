@@ -65,19 +65,24 @@ def arms_table(report: BenchmarkReport) -> str:
 def differences_table(report: BenchmarkReport) -> str:
     """Paired differences, and what may be said of each."""
     rows = [
-        [
-            f"{d.arm} - {d.against}",
-            str(d.pass_rate.num_seeds),
-            shown(d.pass_rate, signed=True),
-            NOTHING if d.reward is None else shown(d.reward, signed=True),
-            verdict(d),
-        ]
+        [f"{d.arm} - {d.against}", *difference_cells(d)]
         for d in (*report.differences, *report.gains)
     ]
     if not rows:
         return "No two arms have finished a seed yet: no differences."
     table = markdown_table(["difference", "seeds", "pass", "reward", "verdict"], rows)
     return f"{table}\n\n{VERDICT_NOTE}"
+
+
+def difference_cells(difference: Difference) -> list[str]:
+    """Seeds, pass rate, reward and verdict of one difference."""
+    reward = difference.reward
+    return [
+        str(difference.pass_rate.num_seeds),
+        shown(difference.pass_rate, signed=True),
+        NOTHING if reward is None else shown(reward, signed=True),
+        verdict(difference),
+    ]
 
 
 def verdict(difference: Difference) -> str:
