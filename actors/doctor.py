@@ -13,12 +13,12 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Final
 
-from miniverl_dist.errors import MissingDependencyError
+from miniverl_dist.errors import MissingDependencyError, install_hint
 from miniverl_dist.tokens.hf import package_file
 from rollout_server.bfcl.package import data_dir
 
-LOCAL_HINT: Final = "pip install '.[local]' in a checkout"
-RAY_HINT: Final = "pip install '.[ray]' in a checkout"
+LOCAL_HINT: Final = install_hint("local")
+RAY_HINT: Final = install_hint("ray")
 MEGATRON_HINT = "scripts/install_megatron.sh"
 BFCL_HINT: Final = "scripts/install_bfcl.sh"
 SGLANG_HINT: Final = "scripts/install_sglang.sh"

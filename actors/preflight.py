@@ -19,17 +19,17 @@ from actors.teacher_files import asks_teacher, check_teacher, check_teacher_text
 from miniverl_dist.config.models import RunConfig
 from miniverl_dist.config.recipe import EngineConfig, SGLangEngineConfig
 from miniverl_dist.config.roles import HFModelConfig, HFStudentConfig, MegatronModelConfig
-from miniverl_dist.errors import ConfigError, MissingDependencyError
+from miniverl_dist.errors import ConfigError, MissingDependencyError, install_hint
 from miniverl_dist.generate_api.headers import read_headers_file
 from miniverl_dist.schemas.evaluation import TailCalls
 
 _INSTALL = {
-    "torch": "pip install '.[local]' in a checkout (README: which torch)",
-    "tokenizers": "pip install '.[local]' in a checkout",
+    "torch": f"{install_hint('local')} (README: which torch)",
+    "tokenizers": install_hint("local"),
     "bfcl_eval": "scripts/install_bfcl.sh",
     "megatron": "scripts/install_megatron.sh",
-    "transformers": "pip install '.[local]' in a checkout",
-    "ray": "pip install '.[ray]' in a checkout",
+    "transformers": install_hint("local"),
+    "ray": install_hint("ray"),
 }
 
 

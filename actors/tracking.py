@@ -16,7 +16,7 @@ from miniverl_dist.config.tracking import (
     TrackingConfig,
     WandbConfig,
 )
-from miniverl_dist.errors import MissingDependencyError
+from miniverl_dist.errors import MissingDependencyError, install_hint
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import RecordFile
 from miniverl_dist.observability.tracking.adapters import (
@@ -44,7 +44,7 @@ def require_trackers(config: RunConfig) -> None:
     if missing:
         raise MissingDependencyError(
             f"tracking: this environment lacks {', '.join(missing)}: "
-            "pip install '.[tracking]' in a checkout, or take the tracker out of the recipe"
+            f"{install_hint('tracking')}, or take the tracker out of the recipe"
         )
 
 

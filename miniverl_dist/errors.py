@@ -28,6 +28,11 @@ class MissingDependencyError(MiniverlError):
     """An optional package is not installed; the message names the command that installs it."""
 
 
+def install_hint(extra: str) -> str:
+    """The command that installs the packages of an optional part."""
+    return f"pip install '.[{extra}]' in a checkout"
+
+
 class RecordError(MiniverlError):
     """A stored record (a trajectory line, an event) that does not hold what it claims."""
 

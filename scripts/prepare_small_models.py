@@ -26,7 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from miniverl_dist.errors import ChecksumError, ConfigError, MiniverlError, MissingDependencyError
+from miniverl_dist.errors import (
+    ChecksumError,
+    ConfigError,
+    MiniverlError,
+    MissingDependencyError,
+    install_hint,
+)
 
 INSTALL: Final = "sh scripts/install_small_models.sh"
 COMMAND: Final = "python -m scripts.prepare_small_models"
@@ -327,9 +333,7 @@ def require_readers(packages: Path) -> None:
     from importlib.util import find_spec
 
     if find_spec("transformers") is None:
-        raise MissingDependencyError(
-            "transformers is missing: pip install '.[local]' in a checkout"
-        )
+        raise MissingDependencyError(f"transformers is missing: {install_hint('local')}")
     if str(packages) not in sys.path:
         sys.path.append(str(packages))  # behind all others: what is installed here stays in use
     for name in ("gguf", "accelerate"):

@@ -16,7 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from miniverl_dist.backends.hf_skeleton import UNLOADABLE, first_sentence
-from miniverl_dist.errors import ConfigError, MissingDependencyError, RequestRejectedError
+from miniverl_dist.errors import (
+    ConfigError,
+    MissingDependencyError,
+    RequestRejectedError,
+    install_hint,
+)
 from teacher_server.scorer_hf_check import (
     checked_device,
     require_plain_logits,
@@ -250,8 +255,7 @@ def load_hf(
         from transformers import AutoModelForCausalLM
     except ImportError as exc:
         raise MissingDependencyError(
-            "scoring with a Hugging Face model needs transformers: "
-            "pip install '.[local]' in a checkout"
+            f"scoring with a Hugging Face model needs transformers: {install_hint('local')}"
         ) from exc
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; a model is loaded from a local folder only")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from miniverl_dist.config.serve import LocalTeacherService
-from miniverl_dist.errors import ConfigError, MissingDependencyError
+from miniverl_dist.errors import ConfigError, MissingDependencyError, install_hint
 from miniverl_dist.generate_api.app import serve_until_signal
 from miniverl_dist.generate_api.bearer import read_token_file
 from teacher_server.app import ServiceLimits, build_teacher_app
@@ -55,7 +55,7 @@ def load_local(config: LocalTeacherService) -> TextScorer:
         from teacher_server.scorer import load_scorer, set_num_threads
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"scoring needs {error.name}: pip install '.[local]' in a checkout"
+            f"scoring needs {error.name}: {install_hint('local')}"
         ) from error
 
     if config.num_threads is not None:

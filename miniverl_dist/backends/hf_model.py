@@ -18,7 +18,7 @@ from torch.func import functional_call
 from miniverl_dist.backends.hf_adapters import LoraAdapters
 from miniverl_dist.backends.hf_skeleton import UNLOADABLE, first_sentence
 from miniverl_dist.config.roles import HFStudentConfig
-from miniverl_dist.errors import BatchError, ConfigError, MissingDependencyError
+from miniverl_dist.errors import BatchError, ConfigError, MissingDependencyError, install_hint
 
 Named = Mapping[str, Tensor]
 _PROBE_TOKENS = 8
@@ -66,7 +66,7 @@ def load_module(config: HFStudentConfig) -> Any:  # noqa: ANN401 - untyped libra
         from transformers.utils import logging
     except ImportError as error:
         raise MissingDependencyError(
-            "an hf student needs transformers: pip install '.[local]' in a checkout"
+            f"an hf student needs transformers: {install_hint('local')}"
         ) from error
     logging.disable_progress_bar()
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}

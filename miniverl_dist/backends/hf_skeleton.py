@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from miniverl_dist.errors import ConfigError, MissingDependencyError
+from miniverl_dist.errors import ConfigError, MissingDependencyError, install_hint
 
 
 def _unloadable() -> tuple[type[Exception], ...]:
@@ -61,7 +61,7 @@ def skeleton(folder: Path, where: str) -> Any:  # noqa: ANN401 - untyped library
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise MissingDependencyError(
-            "reading a Hugging Face model needs transformers: pip install '.[local]' in a checkout"
+            f"reading a Hugging Face model needs transformers: {install_hint('local')}"
         ) from error
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

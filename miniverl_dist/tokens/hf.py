@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from miniverl_dist.errors import MissingDependencyError, TokenizerError
+from miniverl_dist.errors import MissingDependencyError, TokenizerError, install_hint
 from miniverl_dist.tokens.byte_table import ByteTable, without_surrogates
 from miniverl_dist.tokens.cache import cached
 
 FORMAT = 1
 """Version of the cached form; part of every entry's name."""
-INSTALL_HINT = "pip install '.[local]' in a checkout"
+INSTALL_HINT = install_hint("local")
 
 _LONG_CHARS = 10_000
 """Milliseconds of work."""
