@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,16 @@ class Cast:
         self.handles.append(handle)
         return handle
 
+    async def end(self, handle: Any) -> None:
+        """Kill an actor; behind it no call reaches it any more, as ``ray.kill`` does not wait."""
+        import ray
+
+        ray.kill(handle)
+        async with asyncio.timeout(DEADLINE_S):
+            with suppress(ray.exceptions.RayActorError):
+                while True:
+                    await handle.__ray_ready__.remote()
+
     def engine(self, name: str, hangs_in: str | None = None) -> Any:
         from actors.weight_endpoints import RayEngine
 
@@ -69,8 +81,6 @@ def cast(request: pytest.FixtureRequest, shared_cluster: str, tmp_path: Path) ->
 
 
 async def test_versions_lost_engines_and_a_lost_rank(cast: Cast) -> None:
-    import ray
-
     a, b = (cast.engine(name) for name in NAMES)
     weights = cast.store(a, b)
     for version in (1, 2):
@@ -81,7 +91,7 @@ async def test_versions_lost_engines_and_a_lost_rank(cast: Cast) -> None:
         assert [await engine._handle.version.remote() for engine in (a, b)] == [version] * 2
     assert list(cast.directory.iterdir()) == []
 
-    ray.kill(a._handle)
+    await cast.end(a._handle)
     checksum = await cast.rank.hold.remote(3)
     receipt = await weights.publish(3)
     assert (receipt.checksum, receipt.engines, receipt.quarantined) == (checksum, ("b",), ("a",))
@@ -93,7 +103,7 @@ async def test_versions_lost_engines_and_a_lost_rank(cast: Cast) -> None:
     assert weights.rotation == ("b", "a-1")
     assert await back._handle.version.remote() == 3
 
-    ray.kill(cast.rank)
+    await cast.end(cast.rank)
     with pytest.raises(StudentLostError, match="rank 0 is gone"):
         await weights.publish(4)
     assert weights.rotation == ("b", "a-1")
