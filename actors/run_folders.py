@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from miniverl_dist.errors import ConfigError
+from miniverl_dist.observability.step_names import step_name
 
 RUNS: Final = Path("runs")
 
@@ -39,7 +40,7 @@ def find_checkpoint(source: Path, given: Path) -> Path:
     from miniverl_dist.observability.run_dir import CHECKPOINT_MARKER, CHECKPOINTS
     from miniverl_dist.training.checkpoint import list_checkpoints, newest_checkpoint
 
-    name = f"step-{int(given.name):06d}" if given.name.isdecimal() else given.name
+    name = step_name(int(given.name)) if given.name.isdecimal() else given.name
     is_bare = given.name == str(given)
     if is_bare and (within := source / CHECKPOINTS / name).is_dir():
         return within

@@ -19,6 +19,7 @@ from miniverl_dist.config.tracking import (
 from miniverl_dist.errors import MissingDependencyError, install_hint
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import RecordFile
+from miniverl_dist.observability.step_names import named_step
 from miniverl_dist.observability.tracking.adapters import (
     MlflowTracker,
     TensorBoardTracker,
@@ -141,7 +142,7 @@ def evaluation_numbers(row: Mapping[str, Any]) -> dict[str, float]:
     steps.
     """
     tag, policy = str(row["tag"]), row["policy"]
-    is_of_series = policy == "student" and (tag == "warm" or tag.startswith("step-"))
+    is_of_series = policy == "student" and (tag == "warm" or named_step(tag) is not None)
     prefix = f"{'eval' if is_of_series else f'eval_{tag}'}/{policy}/"
     numbers = finite_numbers(row, prefix)
     for name, value in row.items():

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any, Final
 
 from miniverl_dist.observability.metrics import METRICS, NOT_A_NUMBER
+from miniverl_dist.observability.step_names import named_step
 from miniverl_dist.reporting.charts import CHARTS, PHASES, Chart, Topic
 from miniverl_dist.reporting.run_data import RunData
 from miniverl_dist.reporting.series import (
@@ -182,12 +183,8 @@ def _placed(
     """Rates and intervals with the step a row's tag stands for; jobs of their own at the end."""
     placed = []
     for row, interval in rows:
-        number = row.tag.removeprefix("step-")
-        if row.tag in ("before", "warm"):
-            step = 0
-        else:
-            step = int(number) if number.isdigit() else last_step
-        placed.append((step, interval))
+        step = 0 if row.tag in ("before", "warm") else named_step(row.tag)
+        placed.append((last_step if step is None else step, interval))
     return sorted(placed, key=lambda pair: pair[0])
 
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from miniverl_dist.errors import CheckpointError, ChecksumError
 from miniverl_dist.observability.run_dir import CHECKPOINT_MARKER, sync_folder, write_atomic
+from miniverl_dist.observability.step_names import named_step
 from miniverl_dist.schemas.run_state import CheckpointFile, CheckpointManifest, RunState
 
 FORMAT_VERSION = 1
@@ -105,11 +106,11 @@ def discard_incomplete(folder: Path) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints that were completed, oldest first by their names (``step-000010``).
 
+    Folders of other names are no commits of the run: they are neither gone on from nor pruned.
     Manifests are not read: a damaged one must not hide the others, nor be passed over in silence
     by whoever wants the newest.
     """
-    found = (path.parent for path in folder.glob(f"*/{CHECKPOINT_MARKER}"))
-    return sorted(path for path in found if not path.name.startswith(_TEMPORARY_PREFIX))
+    return [path for path in _commits(folder) if (path / CHECKPOINT_MARKER).exists()]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -119,9 +120,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
         CheckpointError: a commit has lost its manifest. Going back to an older one in silence
             would discard steps.
     """
-    for path in sorted(folder.glob("*/")) if folder.exists() else []:
-        is_temporary = path.name.startswith(_TEMPORARY_PREFIX)
-        if not is_temporary and not (path / CHECKPOINT_MARKER).exists():
+    for path in _commits(folder):
+        if not (path / CHECKPOINT_MARKER).exists():
             raise CheckpointError(
                 f"{folder.name}/{path.name} has no {CHECKPOINT_MARKER}, which a commit gets before "
                 "its name: it was removed. Restore it, or remove the whole folder to go back to "
@@ -129,6 +129,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
             )
     complete = list_checkpoints(folder)
     return complete[-1] if complete else None
+
+
+def _commits(folder: Path) -> list[Path]:
+    """Folders that have the name of a step, in the order of the steps."""
+    steps = ((named_step(path.name), path) for path in folder.glob("*/"))
+    return [path for _, path in sorted((step, path) for step, path in steps if step is not None)]
 
 
 def prune(folder: Path, keep: int) -> list[str]:

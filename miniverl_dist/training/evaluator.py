@@ -16,6 +16,7 @@ from miniverl_dist.config.recipe import EvaluationConfig
 from miniverl_dist.errors import MiniverlError, RecordError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import EVALUATION, RecordFile, RunDirectory
+from miniverl_dist.observability.step_names import step_name
 from miniverl_dist.ports import Assignment, RolloutSource
 from miniverl_dist.schemas.evaluation import EvaluationReport, EvaluationRow
 from miniverl_dist.schemas.trajectory import HARNESS_TERMINATIONS, Trajectory
@@ -115,7 +116,7 @@ class Evaluator:
         """Measure the student when ``every_n_steps`` says so."""
         every = self._config.every_n_steps
         if every is not None and step and step % every == 0:
-            await self.student(f"step-{step:06d}", policy_version)
+            await self.student(step_name(step), policy_version)
 
     async def warm(self, policy_version: int) -> None:
         """Measure the student behind its warm-up."""

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from miniverl_dist.errors import ChecksumError, ResumeError
 from miniverl_dist.observability.run_dir import write_atomic
+from miniverl_dist.observability.step_names import named_step, step_name
 from miniverl_dist.ports import ScoredGroup
 from miniverl_dist.schemas.messages import FrozenModel
 
@@ -138,13 +139,12 @@ class Journal:
         return head, list(_GROUPS.validate_json(body, strict=True))
 
     def _batches(self) -> list[tuple[Path, int]]:
-        return [
-            (path, int(path.stem.removeprefix("step-")))
-            for path in self._folder.glob("step-*.json")
-        ]
+        """Files of steps, in no order; whatever else lies there is not ours."""
+        steps = ((path, named_step(path.stem)) for path in self._folder.glob("*.json"))
+        return [(path, step) for path, step in steps if step is not None]
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:06d}.json"
+        return self._folder / f"{step_name(step)}.json"
 
 
 def require_lags(

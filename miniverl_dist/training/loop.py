@@ -32,6 +32,7 @@ from miniverl_dist.config.models import RunConfig
 from miniverl_dist.errors import CheckpointError, EmptyBatchError, StudentLostError
 from miniverl_dist.observability.events import Event
 from miniverl_dist.observability.run_dir import CHECKPOINTS
+from miniverl_dist.observability.step_names import step_name
 from miniverl_dist.ports import (
     Assignment,
     Clock,
@@ -424,7 +425,7 @@ class Trainer:
         with self._recorder.timed("seconds_commit"):
             await self._with_students(
                 lambda: checkpoint.commit(
-                    folder, f"step-{self._step:06d}", state, self._ports.students.save
+                    folder, step_name(self._step), state, self._ports.students.save
                 )
             )
         self._committed_step = self._step

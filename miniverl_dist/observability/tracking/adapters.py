@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from miniverl_dist.observability.step_names import step_name
 from miniverl_dist.observability.tracking.base import RunEnd, TrackedRun, flat
 
 MLFLOW_BATCH: Final = 100
@@ -199,7 +200,7 @@ class MlflowTracker:
 
     def alarm(self, text: str, step: int) -> None:
         """See `Tracker.alarm`: a tag."""
-        self._client.set_tag(self._run_id, f"alarm.step-{step:06d}", text)
+        self._client.set_tag(self._run_id, f"alarm.{step_name(step)}", text)
 
     def close(self, end: RunEnd) -> None:
         """See `Tracker.close`."""

@@ -95,8 +95,10 @@ main()
             [
                 sys.executable,
                 "-c",
-                "import actors.doctor, sys, time\n"
+                "import actors.doctor, signal, sys, time\n"
                 "from actors.cli import main\n"
+                # A job in the background of a shell ignores it, and so would all it starts.
+                "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
                 "def wait():\n    print('waiting', flush=True)\n    time.sleep(60)\n"
                 "actors.doctor.run_checks = wait\n"
                 "sys.argv = ['x', 'doctor']\n"

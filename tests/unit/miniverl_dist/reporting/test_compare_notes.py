@@ -56,7 +56,7 @@ PLAYED = measured("student", outcomes(1, 2, 3))
 
 
 class TestNothingToCompare:
-    @pytest.mark.parametrize(("a", "b"), permutations([LOST, PLAYED], 2))
+    @pytest.mark.parametrize(("a", "b"), list(permutations([LOST, PLAYED], 2)))
     def test_a_row_without_episodes_gets_no_difference(
         self, a: EvaluationRow, b: EvaluationRow
     ) -> None:

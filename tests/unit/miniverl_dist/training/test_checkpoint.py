@@ -161,6 +161,23 @@ class TestFinding:
         steps = [read_manifest(path).state.step for path in list_checkpoints(folder)]
         assert steps == [3, 20, 999_999]
 
+    async def test_a_millionth_step_comes_last(self, folder: Path) -> None:
+        for step in (1_000_000, 999_999):
+            await made(folder, step)
+        assert newest_checkpoint(folder) == folder / "step-1000000"
+
+    async def test_what_somebody_put_there_is_neither_gone_on_from_nor_pruned(
+        self, folder: Path
+    ) -> None:
+        for step in (1, 2):
+            await made(folder, step)
+        for kept in ("step-000001-copy", "zz"):
+            shutil.copytree(folder / "step-000001", folder / kept)
+        (folder / "notes").mkdir()
+        assert newest_checkpoint(folder) == folder / "step-000002"
+        assert prune(folder, keep=1) == ["step-000001"]
+        assert names(folder) == ["notes", "step-000001-copy", "step-000002", "zz"]
+
     async def test_a_damaged_manifest_is_listed_and_hides_no_other(self, folder: Path) -> None:
         for step in (1, 2, 3):
             await made(folder, step)

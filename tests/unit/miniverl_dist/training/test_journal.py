@@ -75,9 +75,12 @@ def test_clear_forgets_committed_steps_and_leaves_everything_else_alone(tmp_path
     for step in (0, 1, 2, 1_000_000):
         journal.write(step, 10 + step, batch())
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "step-000000-copy.json").write_text("{}")
     journal.clear(before_step=2)
+    assert journal.verify() == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "notes.txt",
+        "step-000000-copy.json",
         "step-000002.json",
         "step-1000000.json",
     ]
