@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.ray_head import WORKER_NICENESS
+
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+# Ray's workers give way to everything else (niceness 15), so that a busy machine, or the other
+# half of these tests, starves them until a deadline passes.
+os.environ.setdefault(WORKER_NICENESS, "0")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ray_head import environment
 from tests.support.requirements import require_ray
 
 require_ray()
@@ -34,10 +34,10 @@ def started(folder: Path, temp: str, overrides: tuple[str, ...]) -> subprocess.P
     command = [sys.executable, "-m", "actors.launch", "train", RECIPE, "--run-dir", str(folder)]
     for override in (*MANY_STEPS, *overrides):
         command += ["-o", override]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment = kept | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": temp}
     with (folder.parent / "driver.log").open("wb") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(RAY_TMPDIR=temp), stdout=log, stderr=log
+        )
 
 
 def wait_for_a_step(driver: subprocess.Popen[bytes], folder: Path) -> None:

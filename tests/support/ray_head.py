@@ -25,6 +25,8 @@ SMALL = ("--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES))
 SMALL += ("--min-worker-port", "0", "--max-worker-port", "0")
 """Options of a node that shares a machine with others."""
 READY_WITHIN_S = 180.0
+WORKER_NICENESS = "RAY_worker_niceness"
+"""Set for every Ray of these tests (``tests/conftest.py``)."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,12 @@ class RayHead:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment, Ray settings of its own taken out, with ``more``."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    """This process's environment, other Ray settings of its own taken out, with ``more``."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") or name == WORKER_NICENESS
+    }
     return {**kept, "RAY_AUTH_MODE": "disabled", **more}
 
 
