@@ -18,7 +18,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # Ray's workers give way to everything else (niceness 15), so that a busy machine, or the other
 # half of these tests, starves them until a deadline passes.
-os.environ.setdefault(WORKER_NICENESS, "0")
+os.environ[WORKER_NICENESS] = "0"
 
 
 @pytest.hookimpl(optionalhook=True)
