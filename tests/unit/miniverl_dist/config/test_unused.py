@@ -97,6 +97,11 @@ OF_DIVERGENCE: list[tuple[Changes, str, str]] = [
         "with a divergence from a teacher",
     ),
     (
+        SFT | {"distill": EXACT | {"divergence": "sampled_nll"}},
+        "distill.support",
+        "with a divergence from a teacher",
+    ),
+    (
         OPD | {"selection": {"kind": "tool_and_final", "ratio": 0.5}},
         "selection.ratio",
         "with selection.kind uniform_ratio or hybrid",
@@ -108,6 +113,7 @@ OF_LOSS: list[tuple[Changes, str, str]] = [
     (KD | {"loss": {"reduction": "trajectory_mean"}}, "loss.reduction", SAMPLED),
     (SFT | {"loss": {"mismatch_alarm_mean": 1.0}}, "loss.mismatch_alarm_mean", SAMPLED),
     (SFT | {"loss": {"mismatch_alarm_ratio": 2.0}}, "loss.mismatch_alarm_ratio", SAMPLED),
+    (SFT | {"loss": {"kl_estimator": "k1_in_reward"}}, "loss.kl_estimator", SAMPLED),
     (OPD | {"loss": {"kind": "gspo_token"}}, "loss.kind", ADVANTAGE),
     (OPD | {"loss": {"clip_low": 0.1}}, "loss.clip_low", ADVANTAGE),
     (OPD | {"loss": {"clip_high": 0.1}}, "loss.clip_high", ADVANTAGE),
@@ -125,6 +131,7 @@ OF_LOSS: list[tuple[Changes, str, str]] = [
 OF_REWARDS: list[tuple[Changes, str, str]] = [
     (CREDIT | {"grpo": {"normalize_std": True}}, "grpo.normalize_std", "a group advantage"),
     (OPD | {"grpo": {"zero_variance": "drop"}}, "grpo.zero_variance", "a group advantage"),
+    (OPD | {"grpo": {"std_floor": 0.1}}, "grpo.std_floor", "a group advantage"),
     (SFT | {"grpo": {"max_refills": 1}}, "grpo.max_refills", SAMPLED),
     (GRPO | {"grpo": {"std_floor": 0.1}}, "grpo.std_floor", "with grpo.normalize_std"),
 ]
@@ -243,6 +250,7 @@ def test_a_setting_without_an_effect_is_refused(changes: Changes, field: str, on
         OPD | {"distill": {"divergence": "jsd", "beta": 0.1}},
         OPD | {"teacher": SAME, "distill": EXACT | {"top_k": 32}},
         OPD | {"memory": {"limit_bytes": 1}},
+        *[OPD | {"selection": {"kind": k, "ratio": 0.5}} for k in ("uniform_ratio", "hybrid")],
         SFT | {"loss": {"dual_clip": None, "mismatch_cap": None, "mismatch_alarm_mean": None}},
         SFT | {"grpo": {"zero_variance": "keep"}, "rollout": {"temperature": 1.0}},
         GRPO | {"loss": {"kind": "gspo_token"}, "rollout": {"temperature": 0.7}},
