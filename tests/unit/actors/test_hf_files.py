@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from actors.hf_files import folder_sha256, read_hf_files, require_same_base
 from actors.memory_estimate import hf_student_bytes
@@ -49,6 +50,18 @@ def root(tmp_path: Path) -> Path:
 
 def test_nothing_is_said_where_everything_fits(root: Path) -> None:
     require_student_files(recipe(root, root / "tokenizer"))
+
+
+def test_a_tokenizer_without_the_tokens_of_a_chat_is_refused(root: Path) -> None:
+    tokenizer_folder(root / "plain", [])
+    with pytest.raises(ConfigError, match=r"^student\.tokenizer: there is no chat format .*im_"):
+        require_student_files(recipe(root, root / "plain"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"asks for device cuda, .* torch sees none here"):
+        require_student_files(recipe(root, root / "tokenizer", device="cuda"))
 
 
 def without_weights(root: Path) -> None:

@@ -109,6 +109,12 @@ class TestTeacherFiles:
         # Nor what a run does not ask for.
         require_teacher_files(http_run(gone, "objective=grpo", "opd=null"))
 
+    def test_texts_for_a_model_on_another_machine_are_written_here(self) -> None:
+        elsewhere = ["runtime=cluster", "cluster.address=auto", "teacher.text_start=<bos>"]
+        raw = ["teacher.rendering=raw", "teacher.model={kind: hf, path: there}", "teacher.url=null"]
+        with pytest.raises(ConfigError, match=r"^teacher\.text_start: .* no special token '<bos>'"):
+            require_teacher_files(http_run(*elsewhere, *raw))
+
 
 def test_a_teacher_that_only_scores_is_not_evaluated(tmp_path: Path) -> None:
     scorer = ["teacher.model={kind: hf, path: nowhere}", "teacher.fit=null"]
@@ -164,6 +170,7 @@ def test_an_interpreter_that_is_there_is_enough() -> None:
 
 
 LAB = ROOT / "configs" / "lab_calculator.yaml"
+STORED = ["objective=sft", "opd=null", "demonstrations.trajectories=/nowhere"]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +187,7 @@ LAB = ROOT / "configs" / "lab_calculator.yaml"
         ),
         (["evaluation.tail_calls=99"], r"T = 99, but no evaluation task has more than 2 calls"),
         (["student.warm_start=/nowhere"], r"^student\.warm_start: /nowhere is no run"),
+        (STORED, r"^demonstrations\.trajectories: cannot read /nowhere"),
         (
             ["rollout.max_context_tokens=60"],
             r"scripted episode of calculator_easy_000 .*, the context of .* has 60",
