@@ -18,9 +18,9 @@ from tests.support.question_audit import audit, play_messages, random_calls, ref
 ENV = json_navigation(JsonNavigationConfig(num_tasks=30))
 TASK_IDS = tuple(ENV.tasks())
 DOCUMENT = {
-    "a": {"b": [1, {"c/d": True, "e~f": None}], "": "empty"},
+    "a": {"b": [1, {"c/d": True, "e~f": None, "~1": "tilde"}], "": "empty"},
     "text": "x",
-    "0": {"0": 2.5},
+    "0": {"0": 2.5, "many": list(range(11))},
 }
 
 
@@ -52,12 +52,14 @@ def test_no_call_breaks_it(task_id: str, messages: Sequence[Sequence[ParsedCall]
     [
         ("keys", "", '["a", "text", "0"]'),
         ("keys", "/", '["a", "text", "0"]'),
-        ("keys", "/a/b/1", '["c/d", "e~f"]'),
+        ("keys", "/a/b/1", '["c/d", "e~f", "~1"]'),
         ("length", "/a/b", "2"),
         ("length", "/a", "2"),
         ("get", "/a/b/0", "1"),
         ("get", "/a/b/1/c~1d", "true"),
         ("get", "/a/b/1/e~0f", "null"),
+        ("get", "/a/b/1/~01", "tilde"),
+        ("get", "/0/many/10", "10"),
         ("get", "/a/", "empty"),
         ("get", "/text", "x"),
         ("get", "/0/0", "2.5"),
@@ -77,6 +79,7 @@ def test_pointers(name: str, path: str, text: str) -> None:
         ("get", "/a/b/00", "no index '00'"),
         ("get", "/a/b/٠", "no index '٠'"),
         ("get", "/a/b/²", "no index '²'"),
+        ("get", "/0/many/1٠", "no index '1٠'"),
         ("get", "/a/b/" + "9" * 400, "no index '999"),
         ("get", "/text/0", "/text is a single value and has no '0'"),
         ("get", "/text/__class__", "is a single value"),
