@@ -120,15 +120,15 @@ def newest_checkpoint(folder: Path) -> Path | None:
         CheckpointError: a commit has lost its manifest. Going back to an older one in silence
             would discard steps.
     """
-    for path in _commits(folder):
+    commits = _commits(folder)
+    for path in commits:
         if not (path / CHECKPOINT_MARKER).exists():
             raise CheckpointError(
                 f"{folder.name}/{path.name} has no {CHECKPOINT_MARKER}, which a commit gets before "
                 "its name: it was removed. Restore it, or remove the whole folder to go back to "
                 "the commit before it"
             )
-    complete = list_checkpoints(folder)
-    return complete[-1] if complete else None
+    return commits[-1] if commits else None
 
 
 def _commits(folder: Path) -> list[Path]:
