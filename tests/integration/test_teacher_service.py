@@ -31,6 +31,7 @@ from miniverl_dist.generate_api.client import GenerateClient
 from miniverl_dist.generate_api.wire import decode_input_logprobs, scoring_request
 from teacher_server.app import build_teacher_app
 from teacher_server.service import load_local, service_limits
+from tests.support.ports import free_ports
 from tests.support.processes import are_gone
 from tests.support.sglang_stand_in import sglang_stand_in
 from tests.support.tiny_hf import model_folder, plain_logits, plain_model
@@ -151,9 +152,7 @@ def test_a_service_that_cannot_start_is_one_clear_line(
 def launched(tmp_path: Path) -> tuple[Path, Path]:
     """A service that launches a stand-in for SGLang, and the file that it writes."""
     program, record = sglang_stand_in(tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    [port] = free_ports(1)
     path = tmp_path / "sglang.yaml"
     path.write_text(
         f"kind: sglang\nname: big\nlaunch: {{python: {program}, model: m, port: {port}, "

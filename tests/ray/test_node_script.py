@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ray_head import SMALL, RayHead, end, environment, free_ports, ray_head
+from tests.support.ports import free_ports
+from tests.support.ray_head import SMALL, RayHead, end, environment, ray_head
 from tests.support.requirements import require_ray
 
 require_ray()

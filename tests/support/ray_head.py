@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.ports import free_ports
 
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block")
@@ -59,18 +60,6 @@ def environment(**more: str) -> dict[str, str]:
         if not name.startswith("RAY_") or name == WORKER_NICENESS
     }
     return {**kept, "RAY_AUTH_MODE": "disabled", **more}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from actors.broadcast_group import BroadcastReceiver, BroadcastSender
 from actors.outbox import GroupAddress
 from miniverl_dist.errors import PublishError
 from rollout_server.inbox import BucketMessage, Bytes, TensorSpec
+from tests.support.ports import free_ports
 from tests.support.weight_ends import some_weights
 
 HOST = "127.0.0.1"
@@ -166,9 +166,7 @@ def test_an_engine_that_does_not_receive_is_an_error_and_the_rest_goes_on_withou
 
 
 def test_a_sender_that_is_not_there() -> None:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     where = GroupAddress(0, HOST, port, 1, ("a",), SHORT_S)
     with pytest.raises(PublishError, match=r"could not find its sender within 0\.3 s"):
         BroadcastReceiver("a", HOST).connect(where)

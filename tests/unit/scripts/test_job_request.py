@@ -23,7 +23,8 @@ from scripts.job_request import (
     stage,
     train_request,
 )
-from tests.support.ray_head import environment, free_ports
+from tests.support.ports import free_ports
+from tests.support.ray_head import environment
 
 CONFIG = ROOT / "tests" / "fixtures" / "tiny_bfcl.yaml"
 

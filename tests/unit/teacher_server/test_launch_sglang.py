@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from miniverl_dist.config.load import load_teacher_service
 from miniverl_dist.config.serve import SglangLaunch, SglangTeacherService
 from miniverl_dist.errors import ConfigError, DeadlineError, EngineError
 from teacher_server.launch_sglang import attached_model, sglang_command, sglang_teacher
+from tests.support.ports import free_ports
 from tests.support.processes import are_gone
 from tests.support.sglang_stand_in import sglang_stand_in
 
@@ -20,18 +20,13 @@ ROOT = Path(__file__).resolve().parents[3]
 SECRET = "0123456789abcdef"
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 def launch(tmp_path: Path, **changes: Any) -> SglangLaunch:
     program, _ = sglang_stand_in(tmp_path)
+    [port] = free_ports(1)
     fields = {
         "python": program,
         "model": "a-model",
-        "port": free_port(),
+        "port": port,
         "log_file": tmp_path / "sglang.log",
         "start_deadline_s": 20.0,
         "stop_deadline_s": 5.0,
@@ -103,5 +98,6 @@ async def test_a_server_that_does_not_start_shows_the_end_of_its_log(tmp_path: P
 
 
 async def test_nothing_to_attach_to_is_an_error_by_the_deadline() -> None:
+    [port] = free_ports(1)
     with pytest.raises(DeadlineError, match=r"does not answer after 0.2 s: .*127.0.0.1"):
-        await attached_model(f"http://127.0.0.1:{free_port()}", deadline_s=0.2)
+        await attached_model(f"http://127.0.0.1:{port}", deadline_s=0.2)
