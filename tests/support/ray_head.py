@@ -26,6 +26,8 @@ SMALL = ("--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES))
 SMALL += ("--min-worker-port", "0", "--max-worker-port", "0")
 """Options of a node that shares a machine with others."""
 READY_WITHIN_S = 180.0
+TRIES = 2
+"""Ray gives up on a raylet that needs more than 30 s, which no option of its own changes."""
 WORKER_NICENESS = "RAY_worker_niceness"
 """Set for every Ray of these tests (``tests/conftest.py``)."""
 
@@ -73,6 +75,28 @@ def ray_head(
         variables: Environment variables of the head.
         starter: Command that takes the options of ``ray start --head``.
     """
+    head = _ready_head(num_cpus, variables or {}, starter)
+    try:
+        yield head
+    finally:
+        _remove(head)
+
+
+def _ready_head(num_cpus: int, variables: Mapping[str, str], starter: Sequence[str]) -> RayHead:
+    for tries_left in reversed(range(TRIES)):
+        head = _started(num_cpus, variables, starter)
+        try:
+            _wait_until_ready(head)
+        except BaseException as error:
+            _remove(head)
+            if not (isinstance(error, RuntimeError) and tries_left):
+                raise
+        else:
+            return head
+    raise AssertionError("the last try returns or raises")
+
+
+def _started(num_cpus: int, variables: Mapping[str, str], starter: Sequence[str]) -> RayHead:
     temp = Path(tempfile.mkdtemp(prefix="rh", dir="/tmp"))  # short: socket paths are limited
     gcs, dashboard, agent, metrics = free_ports(4)
     url = f"http://127.0.0.1:{dashboard}"
@@ -89,30 +113,29 @@ def ray_head(
         process = subprocess.Popen(
             command,
             cwd=temp,
-            env=environment(RAY_API_SERVER_ADDRESS=url, **(variables or {})),
+            env=environment(RAY_API_SERVER_ADDRESS=url, **variables),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        head = RayHead(url, f"127.0.0.1:{gcs}", temp, process)
-        _wait_until_ready(head, process)
-        yield head
-    finally:
-        end(process)
-        shutil.rmtree(temp, ignore_errors=True)
+    return RayHead(url, f"127.0.0.1:{gcs}", temp, process)
 
 
-def _wait_until_ready(head: RayHead, process: subprocess.Popen[bytes]) -> None:
+def _remove(head: RayHead) -> None:
+    end(head.process)
+    shutil.rmtree(head.temp, ignore_errors=True)
+
+
+def _wait_until_ready(head: RayHead) -> None:
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
-        if process.poll() is not None:
+        if head.process.poll() is not None:
             break
         with suppress(urllib.error.URLError, OSError):
             _get(f"{head.url}/api/jobs/")  # the job server itself, later than /api/version
             return
         time.sleep(0.05)
-    raise RuntimeError(f"no Ray head within {READY_WITHIN_S} s:\n{(head.temp / 'log').read_text()}")
+    raise RuntimeError(f"no Ray head:\n{(head.temp / 'log').read_text()}")
 
 
 def _get(url: str) -> bytes:
