@@ -33,6 +33,9 @@ from tests.support.http_faults import (
 )
 
 IDS = tuple(range(100, 120))
+MANY_GROUPS = 64
+"""Where a group goes hangs on the servers' ports, which differ from run to run: by chance, one of
+two gets less than an eighth of so many once in 10^10 runs."""
 BUSY = reply(503, {"error": {"message": "The request queue is full."}})
 
 
@@ -224,14 +227,14 @@ async def test_siblings_go_to_one_server_and_groups_to_both() -> None:
         scripted_server(right) as second,
         GenerateClient(urls_of(first, second), limits=limits()) as client,
     ):
-        for group in range(12):
+        for group in range(MANY_GROUPS):
             before = len(first.received)
-            for member in range(4):
+            for member in range(3):
                 ids = (group, *IDS, member)
                 await client.score(ids, 5, key=f"g{group}")
-            assert len(first.received) - before in (0, 4)
-        assert 8 <= len(first.received) <= 40
-        assert len(first.received) + len(second.received) == 48
+            assert len(first.received) - before in (0, 3)
+        assert len(first.received) + len(second.received) == 3 * MANY_GROUPS
+        assert min(len(first.received), len(second.received)) >= 3 * MANY_GROUPS // 8
 
 
 async def test_without_a_key_what_is_not_scored_decides() -> None:
@@ -240,12 +243,12 @@ async def test_without_a_key_what_is_not_scored_decides() -> None:
         scripted_server(right) as second,
         GenerateClient(urls_of(first, second), limits=limits()) as client,
     ):
-        for group in range(12):
+        for group in range(MANY_GROUPS):
             before = len(first.received)
-            for member in range(4):
+            for member in range(3):
                 await client.score((group, *IDS, member), 21)
-            assert len(first.received) - before in (0, 4)
-        assert 0 < len(first.received) < 48
+            assert len(first.received) - before in (0, 3)
+        assert min(len(first.received), len(second.received)) >= 3 * MANY_GROUPS // 8
 
 
 async def test_a_retry_asks_another_server_and_does_not_wait_for_the_first() -> None:
