@@ -1,6 +1,6 @@
 """Runs or resumes a recipe, and kills its own process at a named point.
 
-    python -m tests.faults.kill_run train CONFIG RUN [POINT]
+    python -m tests.faults.kill_run train CONFIG RUN [POINT [OVERRIDE ...]]
     python -m tests.faults.kill_run resume RUN
 
 The points are reached through the ports, where a real crash would cut: no hook is in the product.
@@ -73,15 +73,16 @@ class Through:
         return counted
 
 
-class DoomedActor(SingleActor):
-    """A `SingleActor` that dies at a point."""
+def doomed(actor: type[SingleActor], at: str) -> type[SingleActor]:
+    """The same actor; it dies at a point."""
 
-    point = ""
+    class Doomed(actor):  # type: ignore[misc, valid-type]
+        @asynccontextmanager
+        async def open(self, **options: Any) -> AsyncIterator[Parts]:
+            async with super().open(**options) as parts:
+                yield doom(parts, at)
 
-    @asynccontextmanager
-    async def open(self, **options: Any) -> AsyncIterator[Parts]:
-        async with super().open(**options) as parts:
-            yield doom(parts, self.point)
+    return Doomed
 
 
 def doom(parts: Parts, point: str) -> Parts:
@@ -114,16 +115,15 @@ def main() -> None:
     if sys.argv[1] == "resume":
         launch.resume(Path(sys.argv[2]), progress=SilentProgress())
         return
-    point = sys.argv[4] if len(sys.argv) > 4 else None
-    maker: type[SingleActor] = SingleActor
-    if point is not None:
-        maker = type("Doomed", (DoomedActor,), {"point": point})
-    launch.train(
-        load_config(Path(sys.argv[2])),
-        run_dir=Path(sys.argv[3]),
-        progress=SilentProgress(),
-        make_actor=maker,
-    )
+    config = load_config(Path(sys.argv[2]), sys.argv[5:])
+    maker = SingleActor
+    if config.config.runtime == "cluster":
+        from actors.cluster import ClusterActor
+
+        maker = ClusterActor
+    if len(sys.argv) > 4:
+        maker = doomed(maker, sys.argv[4])
+    launch.train(config, run_dir=Path(sys.argv[3]), progress=SilentProgress(), make_actor=maker)
 
 
 if __name__ == "__main__":

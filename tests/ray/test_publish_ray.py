@@ -115,7 +115,7 @@ async def test_an_engine_that_hangs_is_left_behind_within_the_deadline(cast: Cas
     for engine in engines:
         await engine._handle.version.remote()
     checksum = await cast.rank.hold.remote(1)
-    receipt = await cast.store(*engines, deadline_s=8.0).publish(1)
+    receipt = await cast.store(*engines, deadline_s=20.0).publish(1)
     assert (receipt.checksum, receipt.engines) == (checksum, ("good",))
     assert "hangs" in [name for name, _ in cast.told]
     assert "did not take bucket 0" in cast.told[0][1]
