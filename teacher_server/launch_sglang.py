@@ -140,15 +140,15 @@ async def attached_model(url: str, *, deadline_s: float) -> ModelInfo:
         request_deadline_s=PROBE_DEADLINE_S,
         max_retries=0,
     )
-    error: Exception | None = None
+    last = "the first request is still without a reply"
     try:
         async with asyncio.timeout(deadline_s), GenerateClient(url, limits=limits) as client:
             while True:
                 try:
                     return await client.model_info()
                 except (GenerateApiError, DeadlineError) as exc:
-                    error = exc
+                    last = str(exc)
                 # Waits for the server to come up; the timeout above ends it.
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        raise DeadlineError(f"{url} does not answer after {deadline_s:.3g} s: {error}") from None
+        raise DeadlineError(f"{url} does not answer after {deadline_s:.3g} s: {last}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -99,5 +100,12 @@ async def test_a_server_that_does_not_start_shows_the_end_of_its_log(tmp_path: P
 
 async def test_nothing_to_attach_to_is_an_error_by_the_deadline() -> None:
     [port] = free_ports(1)
-    with pytest.raises(DeadlineError, match=r"does not answer after 0.2 s: .*127.0.0.1"):
-        await attached_model(f"http://127.0.0.1:{port}", deadline_s=0.2)
+    with pytest.raises(DeadlineError, match=r"does not answer after 2 s: .*127.0.0.1"):
+        await attached_model(f"http://127.0.0.1:{port}", deadline_s=2.0)
+
+
+async def test_what_listens_and_stays_silent_is_said_to_be_without_a_reply() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(DeadlineError, match=rf"{url} does not answer after 0.2 s: .* reply"):
+            await attached_model(url, deadline_s=0.2)
