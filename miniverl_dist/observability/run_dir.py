@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
@@ -44,6 +45,9 @@ CONFIG_RESOLVED: Final = "config.resolved.yaml"
 CHECKPOINTS: Final = "checkpoints"
 CHECKPOINT_MARKER: Final = "checkpoint.json"
 _LOCK: Final = ".lock"
+_LOCK_TRIES: Final = 5
+"""Whoever asks whether a run is being written holds its lock for a moment."""
+_LOCK_PAUSE_S: Final = 0.02
 _SIGNS_OF_A_RUN: Final = (MANIFEST, CONFIG_RESOLVED, RecordFile.METRICS, RecordFile.EVENTS)
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -324,14 +328,16 @@ def _acquire(path: Path, what: str = "run directory") -> int:
     """File descriptor that holds the folder's lock until it is closed or the process dies."""
     with disk_errors(path / _LOCK):
         handle = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise ConfigError(
-            f"{what} {path} is being written by another process: wait for it or stop it"
-        ) from None
-    return handle
+    for tries_left in reversed(range(_LOCK_TRIES)):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if tries_left:
+                time.sleep(_LOCK_PAUSE_S)
+        else:
+            return handle
+    os.close(handle)
+    raise ConfigError(f"{what} {path} is being written by another process: wait for it or stop it")
 
 
 def _open_for_append(path: Path) -> int:

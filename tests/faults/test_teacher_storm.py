@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import time
 from collections import Counter
@@ -177,6 +178,8 @@ async def test_an_outage_in_the_storm_opens_the_breaker_and_ends_it() -> None:
         assert sum(server.served.values()) < len(lost) / 2
         assert client.endpoints[0].breaker.num_opened == 1
         server.weights = {Fault.NONE: 1}
+        # What is asked now must come: a machine that stands still for a while is no second outage.
+        client.limits = dataclasses.replace(limits, request_deadline_s=15.0)
         waiting = HttpTeacher(
             client, render_later, IDENTITY, max_prefill_tokens=100, deadline_s=20, wait=True
         )

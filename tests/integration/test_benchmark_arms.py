@@ -155,7 +155,10 @@ def test_an_arm_whose_recipe_is_wrong_is_refused_before_anything_runs(tmp_path: 
 
 
 def test_a_stop_ends_the_run_in_order_and_starts_no_other(tmp_path: Path) -> None:
-    plan = write(tmp_path, PLAN.replace("num_steps: 2", "num_steps: 1"))
+    # So long that it cannot end by itself before it is told to.
+    plan = write(
+        tmp_path, PLAN.replace("{after: false}", "{after: false}, loop: {num_steps: 5000}")
+    )
     command = [sys.executable, "-m", "actors.cli", "benchmark", str(plan)]
     process = subprocess.Popen(
         [*command, "--output", str(tmp_path / "out")],

@@ -7,7 +7,9 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +308,10 @@ class TestCutOff:
         file.write_bytes(b"".join(lines[:num_kept]) + lines[num_kept][:50])
 
     def test_a_deadline_keeps_what_has_been_played(self, tmp_path: Path) -> None:
-        config = recipe("evaluation.max_concurrency=1", "deadlines.evaluate_s=2.0")
+        config = recipe("evaluation.max_concurrency=1")
+        # Of the same digest: only what hangs meets the short deadline.
+        deadlines = config.config.deadlines.model_copy(update={"evaluate_s": 4.0})
+        hasty = replace(config, config=config.config.model_copy(update={"deadlines": deadlines}))
 
         async def hangs(number: int) -> web.StreamResponse | None:
             await asyncio.sleep(30 if number == 4 else 0)
@@ -314,7 +319,7 @@ class TestCutOff:
 
         with chat_server(player(config), fault=hangs) as server:
             with pytest.raises(DeadlineError, match=r"deadlines\.evaluate_s"):
-                evaluate(config, tmp_path / "out", f"openai:{server.url}")
+                evaluate(hasty, tmp_path / "out", f"openai:{server.url}")
             num_before = len(episodes(tmp_path / "out"))
             again = evaluate(config, tmp_path / "out", f"openai:{server.url}")
         with chat_server(player(config), port=server.port) as server:
@@ -336,15 +341,19 @@ class TestCutOff:
 
     def test_the_process_is_killed(self, tmp_path: Path) -> None:
         config = recipe("evaluation.max_concurrency=2", "evaluation.episodes_per_task=4")
+        file, killed = tmp_path / "out" / "eval_trajectories.jsonl", threading.Event()
 
-        async def slow(number: int) -> web.StreamResponse | None:
-            await asyncio.sleep(0.1)
+        async def stalls(number: int) -> web.StreamResponse | None:
+            """Nothing more is answered once two episodes are stored: it cannot reach its end."""
+            while not killed.is_set() and _num_lines(file) >= 2:  # noqa: ASYNC110 -- a file
+                await asyncio.sleep(0.02)
             return None
 
         with chat_server(player(config)) as server:
             whole = evaluate(config, tmp_path / "whole", f"openai:{server.url}")
-        with chat_server(player(config), fault=slow, port=server.port) as server:
+        with chat_server(player(config), fault=stalls, port=server.port) as server:
             self._kill_after_two(tmp_path / "out", server)
+            killed.set()
             played = [line["trajectory"] for line in episodes(tmp_path / "out")]
             again = evaluate(config, tmp_path / "out", f"openai:{server.url}")
         assert 2 <= len(played) < 12
@@ -368,7 +377,7 @@ class TestCutOff:
         try:
             file = folder / "eval_trajectories.jsonl"
             until = time.monotonic() + 60
-            while not (file.exists() and file.read_bytes().count(b"\n") >= 2):
+            while _num_lines(file) < 2:
                 assert process.poll() is None
                 assert time.monotonic() < until
                 time.sleep(0.02)
@@ -376,6 +385,10 @@ class TestCutOff:
             process.send_signal(signal.SIGKILL)
             process.wait(10)
         file.write_bytes(file.read_bytes()[: file.read_bytes().rfind(b"\n") + 1])
+
+
+def _num_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def test_the_same_command_goes_on_in_the_same_folder(

@@ -28,6 +28,7 @@ from teacher_server.client import HttpTeacher, LocalTeacher, TeacherIdentity
 from teacher_server.rendering import TeacherRendering
 from teacher_server.scorer import load_scorer
 from tests.support.teachers import rendering, trajectory
+from tests.support.toy_server import gated
 
 CONFIG = ToyModelConfig(kind="toy", hidden_size=32, num_heads=2, ffn_size=48)
 IDS = list(range(0, 1000, 5))
@@ -43,9 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def teacher_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def teacher_process(
+    *arguments: str, program: Sequence[str] = ("-m", "teacher_server")
+) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "teacher_server", *arguments],
+        [sys.executable, *program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -141,8 +144,12 @@ async def test_scores_are_the_same_bits_alone_and_in_company(url: str) -> None:
     assert together == [*alone, *reversed(alone)]
 
 
-async def test_sigterm_ends_in_order_and_lets_a_request_finish(folder: Path) -> None:
-    with teacher_process(str(folder), "--num-threads", "1") as process:
+async def test_sigterm_ends_in_order_and_lets_a_request_finish(
+    folder: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    program = gated(gate, "teacher_server.__main__", "main(sys.argv[1:])")
+    with teacher_process(str(folder), "--num-threads", "1", program=program) as process:
         url = str(announced(process)["url"])
         body = {
             "input_ids": [list(text(500, seed)) for seed in range(64)],
@@ -161,9 +168,10 @@ async def test_sigterm_ends_in_order_and_lets_a_request_finish(folder: Path) -> 
                 assert await client.health()
             assert not asked.done()
             process.send_signal(signal.SIGTERM)
+            gate.touch()
             assert await asked == (200, 64)
             assert not await client.health()
-        _, errors = await asyncio.to_thread(process.communicate, timeout=20)
+        _, errors = await asyncio.to_thread(process.communicate, timeout=60)
         assert (process.returncode, errors) == (0, "")
 
 

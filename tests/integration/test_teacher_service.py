@@ -35,6 +35,7 @@ from tests.support.ports import free_ports
 from tests.support.processes import are_gone
 from tests.support.sglang_stand_in import sglang_stand_in
 from tests.support.tiny_hf import model_folder, plain_logits, plain_model
+from tests.support.toy_server import gated
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ToyModelConfig(kind="toy", hidden_size=32, num_heads=2, ffn_size=48)
@@ -59,10 +60,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def served(config: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def served(
+    config: Path, *overrides: str, program: Sequence[str] = ("-m", "actors.cli")
+) -> Iterator[subprocess.Popen[str]]:
     options = [word for override in overrides for word in ("-o", override)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "actors.cli", "serve", "teacher", str(config), *options],
+        [sys.executable, *program, "serve", "teacher", str(config), *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -96,8 +99,11 @@ async def status(session: aiohttp.ClientSession, url: str) -> int:
         return response.status
 
 
-async def test_a_local_service_asks_for_its_token_sheds_load_and_drains(config: Path) -> None:
-    with served(config) as process:
+async def test_a_local_service_asks_for_its_token_sheds_load_and_drains(
+    config: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    with served(config, program=gated(gate, "actors.cli", "main()")) as process:
         line = announced(process)
         assert line["model"] == "toy"
         url = line["url"]
@@ -111,18 +117,19 @@ async def test_a_local_service_asks_for_its_token_sheds_load_and_drains(config: 
                 async with session.post(url + "/generate", json=body(num_texts)) as response:
                     return response.status, int(response.headers.get("Retry-After", 0))
 
-            asked = asyncio.create_task(post(64))  # 32,000 tokens: the better part of a second
+            asked = asyncio.create_task(post(64))  # 32,000 tokens, at work until the gate opens
             for _ in range(3):  # afterwards the server has taken up what was sent before
                 assert await status(session, url + "/health") == 200
             assert (await post(64))[0] == 429
             process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while await status(session, url + "/ready") != 503:
                     pass
             assert await post(1) == (503, 1)
             assert not asked.done()
+            gate.touch()
             assert await asked == (200, 0)
-        _, errors = await asyncio.to_thread(process.communicate, timeout=20)
+        _, errors = await asyncio.to_thread(process.communicate, timeout=60)
         assert process.returncode == 0
         assert errors == "stopping: requests at work have 20 s (drain_deadline_s)\n"
 
@@ -167,7 +174,7 @@ def test_sigterm_ends_sglang_with_its_children(launched: tuple[Path, Path]) -> N
         assert announced(process)["model"] == "big"
         pids = json.loads(record.read_text())["pids"]
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
     assert are_gone(*pids)
 
@@ -177,7 +184,7 @@ def test_an_sglang_that_dies_ends_the_command_with_its_log(launched: tuple[Path,
     with served(path) as process:
         announced(process)
         os.kill(json.loads(record.read_text())["pids"][0], signal.SIGKILL)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "SGLang (big) has ended" in errors
 

@@ -41,7 +41,7 @@ def test_one_failure_ends_all_with_its_traceback() -> None:
     started = time.monotonic()
     with pytest.raises(RankFailedError, match="ValueError: the reason"):
         run_ranks(2, fail_on_one)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 120
 
 
 def die(rank: Rank) -> None:

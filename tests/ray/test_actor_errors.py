@@ -59,5 +59,5 @@ async def test_a_single_actor_that_no_node_can_hold_fails_with_the_table(
     hosted = HostedRun(load_config(TINY, wanted), tmp_path, SilentProgress(), None)
     began = time.monotonic()
     with pytest.raises(PlacementError, match=r"infeasible placement: 1 of 1(?s:.*)1 GPU"):
-        await asyncio.wait_for(hosted.run(), 60)
-    assert time.monotonic() - began < 5
+        await asyncio.wait_for(hosted.run(), 120)
+    assert time.monotonic() - began < 60

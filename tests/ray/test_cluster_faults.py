@@ -168,14 +168,17 @@ def test_an_engine_of_a_megatron_student_dies(tmp_path: Path) -> None:
 def killed_driver(folder: Path, recipe: str, *overrides: str) -> None:
     """Train in a process with a Ray of its own, which dies behind the second step's update."""
     command = [sys.executable, "-m", "tests.faults.kill_run", "train", str(FIXTURES / recipe)]
-    command += [str(folder), "update", *overrides]
-    with pytest.MonkeyPatch.context() as patch:
+    log = folder.parent / "driver.log"  # not a pipe: what outlives the driver would hold it open
+    with pytest.MonkeyPatch.context() as patch, log.open("wb") as output:
         patch.delenv("RAY_ADDRESS", raising=False)
-        # No pipes: those of its Ray that outlive it for a moment would hold them open.
         died = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+            [*command, str(folder), "update", *overrides],
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            check=False,
         )
-    assert died.returncode == -signal.SIGKILL
+    assert died.returncode == -signal.SIGKILL, log.read_text()[-2000:]
     assert (folder / "journal" / "step-000001.json").exists()  # the second: to be trained again
 
 

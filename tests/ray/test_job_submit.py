@@ -146,8 +146,9 @@ def test_a_stop_waits_longer_for_the_driver_than_ray_would(head: RayHead, tmp_pa
     assert marker.read_text() == "written\n"
 
     marker.unlink()
+    driver.write_text(driver.read_text().replace("sleep 5", "sleep 60"))
     hasty = submission_id(submit(head, *options, "--stop-wait", 1))
-    wait_for("start of the driver", marker.exists)
+    wait_for("start of the driver", lambda: marker.exists() and marker.read_text())
     stop(head, hasty)
     assert marker.read_text() == "started\n", "--stop-wait reaches Ray"
 

@@ -18,6 +18,7 @@ from aiohttp import web
 from miniverl_dist.environments.base import Environment
 from miniverl_dist.schemas.messages import ToolCall
 from rollout_server.tool_calls import parse_qwen_xml, write_qwen_xml
+from tests.support.ports import free_ports
 
 MODEL = "scripted/player"
 Json = dict[str, Any]
@@ -157,7 +158,9 @@ def chat_server(
     async def serve() -> None:
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
+        # Not one that another process may be given between two servers of the same address.
+        chosen = port or free_ports(1)[0]
+        site = web.TCPSite(runner, "127.0.0.1", chosen, reuse_address=True)
         await site.start()
         host, bound = runner.addresses[0][:2]
         server.url, server.port = f"http://{host}:{bound}/v1", bound

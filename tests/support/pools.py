@@ -145,6 +145,6 @@ class Told:
 
 async def until(is_true: Callable[[], object]) -> None:
     """Let the others run until something holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not is_true():  # noqa: ASYNC110 -- polls what has no event
             await asyncio.sleep(0)

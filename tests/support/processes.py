@@ -14,7 +14,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def are_gone(*pids: int, deadline_s: float = 10.0) -> bool:
+def are_gone(*pids: int, deadline_s: float = 60.0) -> bool:
     """Whether all of them end in time."""
     end = time.monotonic() + deadline_s
     while any(lives(pid) for pid in pids):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 from miniverl_dist.config.serve import SglangLaunch
 from teacher_server.launch_sglang import sglang_teacher
+from tests.support.ports import free_ports
 from tests.support.sglang_engine import OVERLAY, sglang_python
 
 START_S = 300
@@ -28,8 +28,7 @@ def sglang_server(model: Path, log_file: Path, name: str, **options: Any) -> Ite
         name: What it says its model is called.
         options: Of SGLang, beside those of a CPU.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     launch = SglangLaunch.model_validate(
         {
             "python": sglang_python(),

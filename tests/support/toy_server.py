@@ -20,6 +20,24 @@ ONE_SHAPE_SERVER = (
 """Texts of different lengths are padded to one: what they share then has the same bits."""
 
 
+_GATED = """\
+import pathlib, sys, time
+from teacher_server.scorer import PrefillScorer
+score_some = PrefillScorer.score_some
+def gated(self, waiting):
+    while not pathlib.Path({gate!r}).exists():
+        time.sleep(0.01)
+    return score_some(self, waiting)
+PrefillScorer.score_some = gated
+from {module} import main
+"""
+
+
+def gated(gate: Path, module: str, call: str) -> tuple[str, str]:
+    """Arguments of an interpreter: a server that finishes no score before the file is there."""
+    return "-c", _GATED.format(gate=str(gate), module=module) + f"sys.exit({call})"
+
+
 @contextmanager
 def toy_server(folder: Path, arguments: Sequence[str] = SERVER) -> Iterator[str]:
     """Serve a toy model's folder; yields the URL."""

@@ -95,19 +95,23 @@ def test_a_process_that_was_left_alone_is_waited_for(output: Path, tmp_path: Pat
     again, run = made(tmp_path, output, told), output / "runs" / "a-seed-3"
     run.mkdir()
     held = threading.Event()
+    started_early: list[str] = []
 
     def hold() -> None:
         with locked(run, "run directory"):
             held.set()
+            ends_at = time.monotonic() + 60
+            while not told and time.monotonic() < ends_at:
+                time.sleep(0.01)
             time.sleep(LOCKED_S)
+            started_early.extend(getattr(again, "started", []))
 
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(10)
-    started = time.monotonic()
     again.run()
     thread.join()
-    assert time.monotonic() - started >= LOCKED_S / 2
+    assert "a-seed-3" not in started_early
     assert told[0] == "a-seed-3: still being written by a former start, waiting for it"
     assert again.started == ["a-seed-3", "b-seed-3"]
 

@@ -17,7 +17,7 @@ from rollout_server.inbox import BucketMessage
 from tests.support.weight_ends import PlainEngine, PlainRank, some_weights
 
 DEADLINE_S = 10.0
-SHORT_S = 2.5
+SHORT_S = 4.0
 """For tests in which something hangs: they take this long."""
 
 WEIGHTS = some_weights()
@@ -105,7 +105,7 @@ def hanging(method: str) -> Break:
     return setting(hangs_in=method)
 
 
-LATE = "within [0-9.]+ s of 2.5 s .deadlines.publish_s."
+LATE = "within [0-9.]+ s of 4 s .deadlines.publish_s."
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,21 @@ async def test_a_dead_rank_ends_the_publish_and_no_engine_is_blamed(method: str)
     assert (told, weights.rotation, engine.engine.weight_version) == ([], ("x",), -1)
 
 
+class Prompt(PlainEngine):
+    """Takes no time at all: a real inbox waits for a thread, which a short deadline may not."""
+
+    async def begin(self, policy_version: int) -> None:
+        pass
+
+    async def add(self, message: BucketMessage) -> None:
+        pass
+
+
 @pytest.mark.parametrize("method", ["open", "next", "close"])
 async def test_a_rank_that_hangs_is_lost_at_the_deadline(method: str) -> None:
     hanging_rank = PlainRank(*HALVES, rank=1)
     hanging_rank.hangs_in = method
-    weights = store([PlainRank({}, {}), hanging_rank], [PlainEngine("x")], deadline_s=0.05)
+    weights = store([PlainRank({}, {}), hanging_rank], [Prompt("x")], deadline_s=0.05)
     with pytest.raises(StudentLostError, match=r"ranks did not .* 0\.05 s \(deadlines\.publish_s"):
         await weights.publish(1)
 
@@ -323,7 +333,7 @@ class TestAdmit:
         await settle()
         back.hangs_in = None
         rank.backend.policy_version = 2
-        receipt = await asyncio.wait_for(weights.publish(2), 1)
+        receipt = await asyncio.wait_for(weights.publish(2), DEADLINE_S * 0.4)
         await admitting
         assert receipt.engines == ("old", "back")
         assert back.engine.weight_version == 2

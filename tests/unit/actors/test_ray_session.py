@@ -151,7 +151,7 @@ class TestSilentAddresses:
             expected = rf"no Ray cluster at '{address}'.*no answer within 1 s.*6379 by default"
             with pytest.raises(PlacementError, match=expected), ray_session(config):
                 raise AssertionError("it must not begin")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
     def test_an_address_without_a_port_is_refused_at_once(self) -> None:
         config = ClusterConfig(address="nowhere", start_deadline_s=60.0)

@@ -90,7 +90,7 @@ def player(played: Trajectory) -> str:
 async def play(pool: RolloutPool[FakeHost], ticket: int, member: int = 0) -> str:
     """Which host played it in the end; an error rather than for ever."""
     source = pool.source("training")
-    return player(await asyncio.wait_for(source.rollout(place(ticket), member), 5))
+    return player(await asyncio.wait_for(source.rollout(place(ticket), member), 60))
 
 
 def begin(pool: RolloutPool[FakeHost], ticket: int, member: int = 0) -> asyncio.Task[str]:
@@ -331,7 +331,7 @@ class TestClose:
         await until(lambda: hosts.num_starts == 2 if where == "start" else "0.1" in hosts.made)
         await pool.close()
         with pytest.raises(EngineError, match="no rollout actor is left"):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 60)
         assert asyncio.all_tasks() - before == set()
         assert [host.num_ends for host in hosts.made.values()] == [1] * len(hosts.made)
 

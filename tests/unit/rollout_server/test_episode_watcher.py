@@ -98,7 +98,7 @@ def without_seconds(played: Trajectory) -> str:
     [
         ((EngineError("it died"),), {}, 0),
         ((wire(call("fault")),), {}, 0),
-        ((ANSWERS[0], asyncio.Event()), {"episode_deadline_s": 0.03}, 1),
+        ((ANSWERS[0], asyncio.Event()), {"episode_deadline_s": 2.0}, 1),
     ],
 )
 async def test_a_fault_of_the_harness_will_not_be_scored(

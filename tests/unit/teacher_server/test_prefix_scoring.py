@@ -281,7 +281,7 @@ async def test_closing_stops_what_runs() -> None:
     async with world(scorer) as made:
         made.prefixes.turn(so_far(1))
         await reached(scorer.at_work)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await made.prefixes.close()
         assert made.prefixes.num_running == 0
         scorer.gate.set()

@@ -261,7 +261,7 @@ async def test_a_client_that_hangs_up_frees_its_place() -> None:
         first = asyncio.create_task(post(at, SCORE))
         assert await asyncio.to_thread(scorer.started.wait, 5)
         second = asyncio.create_task(post(at, SCORE))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await metrics(at))["miniverl_teacher_queued_tokens"] < 6:
                 pass
             second.cancel()

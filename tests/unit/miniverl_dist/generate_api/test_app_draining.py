@@ -58,7 +58,7 @@ async def test_a_draining_server_finishes_what_is_at_work_and_takes_nothing_new(
     async with serving(app) as url, aiohttp.ClientSession() as session:
         assert (await status(session, url + "/ready"))[0] == 200
         first = asyncio.create_task(session.post(url + "/generate", json=BODY))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await waiter.at_work.wait()
         assert not await drain(app, deadline_s=0.01)
         draining = asyncio.create_task(drain(app, deadline_s=5))
@@ -82,13 +82,13 @@ async def test_an_idle_server_has_drained_at_once() -> None:
 async def test_what_outlasts_the_drain_gets_a_503_and_one_deadline_holds_for_all() -> None:
     waiter = Waiter()
     async with aiohttp.ClientSession() as session:
-        async with serving(build_app(waiter, limits=LIMITS), shutdown_deadline_s=0.2) as url:
+        async with serving(build_app(waiter, limits=LIMITS), shutdown_deadline_s=2.0) as url:
             batch = BODY | {"input_ids": [[1], [2], [3]]}
             asked = [
                 asyncio.create_task(session.post(url + "/generate", json=body))
                 for body in (BODY, batch)
             ]
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await waiter.at_work.wait()
             await asyncio.sleep(0.02)
             started = asyncio.get_running_loop().time()
@@ -97,12 +97,12 @@ async def test_what_outlasts_the_drain_gets_a_503_and_one_deadline_holds_for_all
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
             assert "has stopped" in (await response.json())["error"]["message"]
     assert waiter.cancelled.is_set()
-    assert 0.2 <= took < 0.8
+    assert 2 <= took < 4, "one deadline for both requests"
 
 
 async def test_a_body_that_arrives_while_the_server_drains_gets_a_503() -> None:
     app = build_app(Waiter(), limits=LIMITS)
-    async with aiohttp.ClientSession() as session, serving(app) as url, asyncio.timeout(5):
+    async with aiohttp.ClientSession() as session, serving(app) as url, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
         writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 17\r\n\r\n{")
         await writer.drain()
@@ -123,7 +123,7 @@ async def test_a_client_that_hangs_up_cancels_its_request() -> None:
     )
     async with serving(app) as url, aiohttp.ClientSession() as session:
         asked = asyncio.create_task(session.post(url + "/generate", json=BODY))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await waiter.at_work.wait()
             asked.cancel()
             await waiter.cancelled.wait()

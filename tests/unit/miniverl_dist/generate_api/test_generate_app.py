@@ -183,7 +183,7 @@ async def test_a_body_that_never_comes_gets_a_408() -> None:
     async with served(Parrot(), limits) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.split(":")[-1]))
         writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert b" 408 " in await reader.readline()
         writer.close()
         await writer.wait_closed()
@@ -219,7 +219,7 @@ async def test_a_full_queue_is_a_503_and_empties_again() -> None:
     parrot.gate.clear()
     async with served(parrot, replace(LIMITS, max_requests=2)) as server:
         first = asyncio.create_task(server.post({"input_ids": [[1], [2]]}))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while parrot.at_work < 2:  # noqa: ASYNC110 - the handler has no event for this
                 await asyncio.sleep(0.001)
             status, message = await server.refusal({"input_ids": [3]})
@@ -237,7 +237,7 @@ async def test_a_rid_in_use_is_rejected() -> None:
         assert (await server.refusal({"input_ids": [[1], [2]], "rid": ["a", "a"]}))[0] == 400
         parrot.gate.clear()
         first = asyncio.create_task(server.post({"input_ids": [1], "rid": "a"}))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while parrot.at_work < 1:  # noqa: ASYNC110 - the handler has no event for this
                 await asyncio.sleep(0.001)
             status, message = await server.refusal({"input_ids": [1], "rid": "a"})
@@ -253,7 +253,7 @@ async def test_closing_waits_for_requests_at_work() -> None:
     async with aiohttp.ClientSession() as session:
         async with serving(build_app(parrot, limits=LIMITS)) as url:
             first = asyncio.create_task(Served(url, session).post({"input_ids": [1]}))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while parrot.at_work < 1:  # noqa: ASYNC110 - the handler has no event for this
                     await asyncio.sleep(0.001)
             asyncio.get_running_loop().call_later(0.02, parrot.gate.set)

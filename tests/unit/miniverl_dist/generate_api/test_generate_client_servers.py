@@ -58,7 +58,7 @@ def urls_of(*servers: ScriptedServer) -> list[str]:
 
 
 async def until_received(count: int, *servers: ScriptedServer) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while sum(len(server.received) for server in servers) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -111,7 +111,7 @@ async def test_peer_33_hangs_open_the_breaker_and_then_calls_fail_at_once() -> N
         assert len(server.received) == 2
         assert client.tries == {TryOutcome.TIMEOUT: 2}
         clock.time += 10
-        server.script = [right]
+        server.script, client.limits = [right], limits()
         await client.score(IDS, 5)
         await client.score(IDS, 5)
         assert client.num_inflight_tokens == 0
@@ -152,14 +152,14 @@ async def test_only_hangs_and_broken_connections_open_it(act: Act, opens: bool) 
 
 
 async def test_a_call_with_too_little_time_left_does_not_blame_the_server() -> None:
-    found = limits(request_deadline_s=0.2, max_retries=1, retry_backoff_s=0.0)
+    found = limits(request_deadline_s=2.0, max_retries=1, retry_backoff_s=0.0)
     async with (
         scripted_server(HANG) as server,
         GenerateClient(server.url, limits=found) as client,
     ):
-        # The second try has 0.02 s of 0.2 s left.
+        # The second try has 0.4 s of 2 s left.
         with pytest.raises((ServerUnavailableError, DeadlineError)):
-            await client.score(IDS, 5, deadline_s=0.24)
+            await client.score(IDS, 5, deadline_s=2.4)
         assert client.tries[TryOutcome.TIMEOUT] == 2
         assert client.endpoints[0].breaker.state is BreakerState.CLOSED
 

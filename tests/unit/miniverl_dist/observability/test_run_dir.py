@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from miniverl_dist.errors import CheckpointError, ConfigError, RecordError
+from miniverl_dist.observability import run_dir
 from miniverl_dist.observability.run_dir import RunDirectory, disk_errors, write_atomic
 
 
@@ -70,6 +72,24 @@ class TestLock:
         run.close()
         run.close()
         RunDirectory.open(run.path, writable=True).close()
+
+    def test_who_only_asks_for_the_lock_keeps_no_writer_out(
+        self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run.write_json("manifest.json", {})
+        run.close()
+        asking = os.open(run.path / ".lock", os.O_RDONLY)
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        pauses: list[float] = []
+
+        def pause(duration_s: float) -> None:
+            pauses.append(duration_s)
+            fcntl.flock(asking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(run_dir.time, "sleep", pause)
+        RunDirectory.open(run.path, writable=True).close()
+        os.close(asking)
+        assert len(pauses) == 1
 
     def test_the_lock_dies_with_its_process(self, run: RunDirectory) -> None:
         run.write_json("manifest.json", {})

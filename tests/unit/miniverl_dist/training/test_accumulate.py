@@ -189,12 +189,12 @@ class TestOrder:
         with pytest.raises(DeadlineError, match=r"only 2 of 3 groups arrived within 20\.0 s"):
             run_virtually(run())
 
-    async def test_a_group_that_never_comes_ends_the_run(self, tmp_path: Path) -> None:
+    def test_a_group_that_never_comes_ends_the_run(self, tmp_path: Path) -> None:
         deadlines = {"take_s": 0.05, "generate_s": 0.05}
         world = world_of(tmp_path, deadlines=deadlines)
         world.rollouts.gates[1, 0] = asyncio.Event()
         with pytest.raises(DeadlineError, match="only 2 of 3 groups arrived within"):
-            await world.trainer().run()
+            run_virtually(world.trainer().run())
 
     async def test_the_time_is_recorded(self, tmp_path: Path) -> None:
         world = world_of(tmp_path, loop={"num_steps": 1})

@@ -28,6 +28,7 @@ from miniverl_dist.training.checkpoint import verify
 from miniverl_dist.training.loop import Trainer
 from tests.fake_world import World
 from tests.fakes import FakeStudents, FakeTeacher, FakeWeightStore, run_config, trajectory
+from tests.support.virtual_time import run_virtually
 
 EVALUATION = {"before": False, "after": False, "baselines": []}
 
@@ -345,11 +346,11 @@ class TestFailures:
         assert world.records(RecordFile.METRICS) == []
         assert (world.run.path / "journal" / "step-000000.json").exists()
 
-    async def test_groups_that_do_not_come_are_a_deadline(self, tmp_path: Path) -> None:
+    def test_groups_that_do_not_come_are_a_deadline(self, tmp_path: Path) -> None:
         world = World(tmp_path, run_config(deadlines={"take_s": 0.02, "generate_s": 0.01}))
         world.rollouts.gates[0, 0] = asyncio.Event()
         with pytest.raises(DeadlineError, match=r"only 1 of 2 groups arrived"):
-            await world.trainer().run()
+            run_virtually(world.trainer().run())
 
     async def test_a_publish_that_nobody_confirms_ends_the_run(self, tmp_path: Path) -> None:
         class Refusing(FakeWeightStore):

@@ -42,7 +42,7 @@ async def killed_at(policy_version: int, world: World) -> None:
 
 
 async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not is_true():  # noqa: ASYNC110 -- polls what has no event
             await asyncio.sleep(0)
 
@@ -87,7 +87,7 @@ async def test_in_an_evaluation_it_is_abandoned_and_made_by_the_resume(tmp_path:
     running = asyncio.ensure_future(trainer.run())
     await until(lambda: "evaluation waits" in world.log)
     trainer.request_stop()
-    summary = await asyncio.wait_for(running, 5)
+    summary = await asyncio.wait_for(running, 60)
     assert (summary.step, summary.is_finished) == (1, False)
     world.run.close()
     again = World(tmp_path, config)
