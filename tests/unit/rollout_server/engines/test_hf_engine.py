@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import MambaConfig, Qwen3_5MoeConfig, Qwen3Config
 
 from miniverl_dist.backends.vocabulary import FullVocabulary
@@ -177,12 +179,20 @@ async def test_the_models_own_context_may_be_the_shorter_one() -> None:
 
 async def test_other_tasks_run_during_a_single_forward_pass() -> None:
     made = await loaded_engine("qwen3_5_moe")
-    turns = 0
-    task = asyncio.create_task(made.generate(request(hf_prompts(11, [140])[0], max_new_tokens=1)))
-    while not task.done():
-        turns += 1
-        await asyncio.sleep(0)
-    assert turns > 50
+    inside, gate = threading.Event(), threading.Event()
+
+    def hold(module: torch.nn.Module, arguments: object) -> None:
+        del module, arguments
+        inside.set()
+        assert gate.wait(20), "the forward pass holds up the event loop"
+
+    with register_module_forward_pre_hook(hold):
+        wanted = request(hf_prompts(11, [140])[0], max_new_tokens=1)
+        task = asyncio.create_task(made.generate(wanted))
+        while not inside.is_set():  # noqa: ASYNC110 -- set by another thread
+            await asyncio.sleep(0)
+        gate.set()
+        await task
 
 
 async def test_the_last_request_leaves_nothing_in_the_batch() -> None:
