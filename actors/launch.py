@@ -172,7 +172,7 @@ def evaluate_request(
     with _evaluation_run(config, output) as run:
         if request.checkpoint is not None:
             _take_vocabulary(config, request.checkpoint, output)
-        running = Running(config, run, progress, _actor_of(config))
+        running = Running(config, run, progress, actor_of(config))
         return asyncio.run(_interruptible(running.evaluate(request)))
 
 
@@ -202,11 +202,11 @@ def _train(
         run.close()  # the actor opens it: a run directory has one writer
         hosted = HostedRun(config, run.path, progress, resume_from)
         return asyncio.run(_stoppable(hosted.run(), hosted.request_stop))
-    running = Running(config, run, progress, make_actor or _actor_of(config))
+    running = Running(config, run, progress, make_actor or actor_of(config))
     return asyncio.run(_stoppable(running.train(resume_from), running.request_stop))
 
 
-def _actor_of(config: LoadedConfig) -> ActorFactory:
+def actor_of(config: LoadedConfig) -> type[SingleActor]:
     """What builds the parts of a run under its runtime, in the process that trains.
 
     An evaluation under ``single_actor`` runs here: nothing else needs the actor's process.

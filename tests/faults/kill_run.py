@@ -116,11 +116,7 @@ def main() -> None:
         launch.resume(Path(sys.argv[2]), progress=SilentProgress())
         return
     config = load_config(Path(sys.argv[2]), sys.argv[5:])
-    maker = SingleActor
-    if config.config.runtime == "cluster":
-        from actors.cluster import ClusterActor
-
-        maker = ClusterActor
+    maker = launch.actor_of(config)
     if len(sys.argv) > 4:
         maker = doomed(maker, sys.argv[4])
     launch.train(config, run_dir=Path(sys.argv[3]), progress=SilentProgress(), make_actor=maker)
